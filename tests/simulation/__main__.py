@@ -1,13 +1,13 @@
-"""``python -m tests.simulation``: many histories, and the seeds that fail.
+"""``python -m tests.simulation``: plays many histories and prints the seeds that fail.
 
---seeds 0:2000           from the first up to the last, or one seed, which then shows its traceback
---jobs N                 processes
---keep FILE              remember which seeds have passed; the same command goes on where it was,
-                             if the code is the same
---report FILE            write what became of them there
---mutation NAME          bring a known bug back: succeeds when the first seed notices it in the right words
---golden                 a history that is not the frozen one (tests/golden) fails, too
---trace                  print every message that arrives; --log what the parts say
+--seeds 0:2000           a range of seeds, or one seed, whose full traceback is shown
+--jobs N                 number of processes
+--keep FILE              store the progress; the same command continues from there if the code
+                             is the same
+--report FILE            write a summary
+--mutation NAME          inject a known bug; succeeds if a seed fails with one of its symptoms
+--golden                 also fail a history that differs from the frozen one (tests/golden)
+--trace                  print every message that arrives; --log prints the parts' log messages
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.simulation.play import Outcome, run
 ROOT = Path(__file__).parents[2]
 CHUNK = 20
 LITTER = 5
-"""Histories whose garbage is looked for at once."""
+"""Number of histories between garbage collections."""
 Failure = tuple[int, str]
 
 
 def main() -> int:
     options = _options()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of the history
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the iteration order of sets is part of a history
         environment = os.environ | {"PYTHONHASHSEED": "0"}
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
     logging.basicConfig(level=logging.DEBUG if options.log else logging.WARNING, format="%(name)s: %(message)s")
@@ -52,8 +52,8 @@ def main() -> int:
     seeds = range(int(first), int(end) if end else int(first) + 1)
     if options.trace:
         _trace()
-    gc.freeze()  # what is here for ever need not be looked at for garbage in each history
-    gc.disable()  # nor a history before its end, and that of some together
+    gc.freeze()  # permanent objects need not be scanned in every history
+    gc.disable()  # collected only between histories, every LITTER of them
     if options.mutation:
         return _mutated(options.mutation, seeds, options.jobs)
     frozen = histories.kept() if options.golden else {}
@@ -80,7 +80,7 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, 
     start, sources = seeds.start, _sources()
     if keep is not None and keep.exists():
         kept = json.loads(keep.read_text())
-        if kept["first"] == seeds.start and kept["sources"] == sources:  # other code has other histories
+        if kept["first"] == seeds.start and kept["sources"] == sources:  # other code gives other histories
             total, failures, start = Outcome.of(kept["outcome"]), kept["failures"], kept["next"]
             print(
                 f"seeds {seeds.start} to {start - 1} were played before, by the same code (delete {keep} to begin anew)"
@@ -124,7 +124,7 @@ def _told(total: Outcome) -> list[str]:
 
 
 def _sources() -> str:
-    """Of everything of ours that a history is made of: all that has been imported."""
+    """Return a digest of all our source files that are imported, and so may affect a history."""
     found = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     files = {Path(file) for file in found if file}
     ours = sorted(file for file in files if file.is_relative_to(ROOT) and sys.prefix not in map(str, file.parents))
@@ -148,7 +148,7 @@ def _chunk(frozen: dict[str, Digest], seeds: range) -> tuple[Outcome, list[Failu
 
 
 def _mutated(name: str, seeds: range, jobs: int) -> int:
-    """Until a history notices the bug."""
+    """Play histories with the bug ``name`` until one fails with one of its symptoms; return the exit code."""
     symptoms = [symptom for mutation in MUTATIONS[name] for symptom in mutation.symptoms]
     with ProcessPoolExecutor(jobs) as pool:
         try:
@@ -165,7 +165,7 @@ def _mutated(name: str, seeds: range, jobs: int) -> int:
 
 
 def _noticed(name: str, seed: int) -> str:
-    """What is wrong with a history that has the bug; "" if nothing is."""
+    """Play one history with the bug; return the error, or "" if it passes."""
     with brought_back(name):
         try:
             run(seed)

@@ -1,6 +1,6 @@
-"""Virtual time: events in the order of their times, nothing in between.
+"""Virtual time: events run in the order of their times, and nothing happens between them.
 
-Also as much of an event loop as the coordinator uses, so that its real code runs here.
+Also provides the part of an event loop that the coordinator uses, so that its real code runs here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Event:
-    """Something that will happen, unless cancelled."""
+    """A scheduled action, which can be cancelled."""
 
     __slots__ = ("action", "arguments")
 
@@ -26,7 +26,7 @@ class Event:
 
 
 class Clock:
-    """All that happens in one simulated world. ``now`` in seconds."""
+    """The event queue of one simulated world. ``now`` is in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ class Clock:
         return event
 
     def step(self) -> bool:
-        """The next event; False if there is none."""
+        """Run the next event; return False if there is none."""
         while self.events:
             time, _, event = heapq.heappop(self.events)
             if event.action is not None:
@@ -57,9 +57,10 @@ class Clock:
 
 
 class Process:
-    """Something that runs, is stopped (it keeps its sockets), goes on, or dies.
+    """A simulated process, which can be stopped (it keeps its sockets), continued, or killed.
 
-    ``spent`` is how far it is ahead of the world: what it does in the middle of a long step happens later than now.
+    ``spent`` is how many seconds it is ahead of the clock: an action in the middle of a long step happens later than
+    now.
     """
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -69,7 +70,7 @@ class Process:
         self._held: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def run(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Now, when it goes on, or never."""
+        """Run ``action`` now, or when the process continues if it is stopped, or never if it is dead."""
         if not self.alive:
             return
         if self.stopped:

@@ -1,4 +1,4 @@
-"""A history: a system, requests, faults, and what must hold at its end."""
+"""A history: a system, requests, faults, and the invariants that must hold at its end."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from tests.simulation.network import Line
 from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedWorker, System
 
 PATIENCE_S = 120.0
-"""Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
+"""The longest time, in virtual seconds, until all requests have ended; deadlines are shorter."""
 QUIET_S = 10.5
-"""... and from there until nothing is left: the lease (8 s), and detection."""
+"""The longest time from then until nothing is left: the lease (8 s), and its detection."""
 
 
 class History:
-    """``flavour``: most histories are drawn at random (any); some are made to be about one thing. lonely: without a
-    coordinator for longer than the lease; deaf: control messages get lost while clients leave; torn: a black hole
-    between two workers of a busy system."""
+    """One randomly drawn history. ``flavour`` forces a subject:
+
+    any      none
+    lonely   the coordinator is away for longer than the lease
+    deaf     control messages are lost while clients leave
+    torn     a black hole between two workers of a busy system
+    """
 
     def __init__(self, system: System, rng: Random, flavour: str = "any") -> None:
         self.system, self.rng, self.flavour = system, rng, flavour
         self.names: list[str] = []
         self.noisy: list[frozenset[str]] = []
-        """Ends of the lines that lose and damage messages."""
+        """The ends of each line that loses and damages messages."""
         self.noticed_s = NOTICED_S
         self.pending = 0
 
@@ -44,8 +48,8 @@ class History:
         self._close()
 
     def _grow_quiet(self) -> None:
-        """Nothing is left in time. One history of six goes on watching: nothing comes back, and nobody who has nothing
-        to do is taken for dead."""
+        """Check that nothing is left after ``QUIET_S``. One history in six keeps watching for the whole time: nothing
+        may come back, and no idle worker may be declared dead."""
         system, watches = self.system, self.rng.random() < 1 / 6
         until = system.clock.now + QUIET_S
         self._pass(NOTICED_S)  # the last fault may have struck just now
@@ -54,7 +58,7 @@ class History:
         system.look_at_quiet()
 
     def _judge(self) -> None:
-        """Nobody waits for long without a reason, and what fails has one."""
+        """Check that every long wait and every failure has a cause."""
         system = self.system
         patience = self._patience()
         noise = [Strike(ends, 0.0, system.clock.now) for ends in self.noisy]
@@ -76,13 +80,14 @@ class History:
         return Patience(self.system.slowest_s, self._work_s(), self.noticed_s, noise_s)
 
     def _work_s(self) -> float:
-        """What one worker would take for all that was asked, a token at a time."""
+        """Return the seconds that one worker would take for all requests, one token at a time."""
         asked = [client for client in self.system.clients if client.ticket is not None]
         steps = sum(len(client.prompt) // 32 + client.sampling.max_tokens for client in asked)
         return steps * self.system.slowest_s
 
     def _epilogue(self) -> None:
-        """Nothing stays broken after its cause is gone: one more request is served, by both pools if there are any."""
+        """Check that nothing stays broken after the faults: one more request is served, by both pools if there are
+        two."""
         for name in self.names:
             self.system.start_worker(name)
         self._until(lambda: all(self._joined(name) for name in self.names), 5.0, "workers are back")
@@ -149,7 +154,7 @@ class History:
         client.send(timeout_s, salt)
 
     def _plan(self, at: float, action: Any, *arguments: Any) -> None:
-        """At a time from now; the history does not end before."""
+        """Schedule ``action`` in ``at`` seconds; the history does not end before it."""
         self.pending += 1
 
         def then() -> None:
@@ -198,7 +203,7 @@ class History:
         return self.rng.choice(names) if names else None
 
     def _distances(self) -> None:
-        """Between the parts of one machine, of a room, of a country."""
+        """Draw the network delay between all processes: as on one machine, in one data center, or across a country."""
         processes = [self.system.coordinator.process, *(worker.process for worker in self.system.workers.values())]
         delay_s = self.rng.choice((0.0003, 0.0003, 0.005, 0.04))
         for one in processes:
@@ -207,7 +212,8 @@ class History:
                     self.system.network.line(one, other).delay_s = delay_s
 
     def _noise(self) -> None:
-        """Lines between workers lose, repeat, swap and damage messages; those to the coordinator may lose some."""
+        """Make lines between workers drop, duplicate, reorder, corrupt and truncate messages; lines to the coordinator
+        may drop some."""
         rng = self.rng
         if self.flavour == "deaf" or rng.random() < 0.3:
             for name in self.names:
@@ -231,7 +237,7 @@ class History:
         self._kill_all([self.rng.choice(self.names)])
 
     def _kill_pool(self) -> None:
-        """All of a role at once, as when their host goes; who hears of it hears of one after the other."""
+        """Kill all workers of a role at once, as when their host dies; their deaths are detected one after another."""
         role, _, _ = self.rng.choice(self.names).partition("-")
         self._kill_all([name for name in self.names if name.startswith(role)])
 
@@ -256,7 +262,7 @@ class History:
         if not worker.gone:
             self.system.suspects.add(worker.name)
             worker.engine.stuck_s = self.rng.uniform(0.1, 6.0)
-            self._plan(1.0, setattr, worker.engine, "stuck_s", 0.0)  # without a step there is nothing to be stuck in
+            self._plan(1.0, setattr, worker.engine, "stuck_s", 0.0)  # an idle worker has no step to hang in
 
     def _stall(self) -> None:
         process = self.system.coordinator.process
@@ -303,7 +309,7 @@ class History:
             self._plan(self.rng.uniform(3.5, 6.0), self._start_again, worker)
 
     def _start_again(self, worker: SimulatedWorker) -> None:
-        """When it has left, which one that is stopped meanwhile does later."""
+        """Start the worker again once it has left; one that was stopped meanwhile leaves later."""
         if worker.gone:
             self.system.start_worker(worker.name)
         else:

@@ -1,9 +1,9 @@
-"""What must happen, and how soon: faults with their times, attempts with their workers, and the verdict on both.
+"""Liveness rules: how long requests may wait and why they may fail, given the faults and the attempts of a history.
 
-A pause of a request (between two tokens, before the first, before its end) is excused up to the end of the last fault
-that touched it, and for what noticing and recovering take after that. A fault touches an attempt if it strikes one of
-its workers, or a line between two of them, or between one of them and the coordinator. In a history that is about one
-fault, whatever that hits has somewhere else to go: there the clock starts when the fault does.
+A pause of a request (between two tokens, before the first, before its end) is excused until the end of the last fault
+that touched it, plus the time for detection and recovery. A fault touches an attempt if it strikes one of its workers,
+or the line between two of them or between one of them and the coordinator. In a history about a single fault, requests
+can always move to another worker, so there the time counts from the beginning of the fault.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ from coordinator.requests.state import MAX_CRASHES, MAX_RETRIES
 
 COORDINATOR = "coordinator"
 SHORT_S = 0.4
-"""Shorter pauses are not remembered."""
+"""Shorter pauses are not recorded."""
 CALM_S, CALM_STEPS = 0.75, 4
-"""A stream that no fault touched: its batch's steps, and chunks of prompts between them."""
+"""The longest pause of a stream without a fault: ``CALM_S`` plus so many of the longest steps, which include chunks of
+other prompts."""
 NOTICED_S = 3.5
-"""After a fault: silence, a hang, a stall and a sender's lack of answers are noticed within 2 s, of which the heartbeat
-(0.5 s) and the sweep (0.25 s) tell; a retry waits 0.1 s, and the prompt is computed again."""
+"""Time to recover from a fault: silence, a hang, a stall and a sender without answers are detected after 2 s, plus a
+heartbeat (0.5 s) and a sweep (0.25 s); a retry waits 0.1 s, and the prompt is computed again."""
 LOST_S, RESENT_S = 2.75, 1.0
-"""After one message was lost: three heartbeats, a retry and the prompt again; after one that is asked for again, or
-repeated when nothing acknowledges it."""
+"""Time to recover from a lost message: three heartbeats, a retry and the prompt again (``LOST_S``); for a message that
+is requested again, or repeated until it is acknowledged (``RESENT_S``)."""
 LEASE_ANSWERED_S = 3.5
-"""A lease (0.5 s) that should have been answered for 1.75 s, the heartbeat that tells so (0.5 s), another such time for
-the answer, and the sweep (0.25 s)."""
+"""Time to detect unanswered leases: a lease (every 0.5 s) is unanswered for 1.75 s, a heartbeat reports that (0.5 s),
+another 0.5 s for its answer, and a sweep (0.25 s)."""
 LEASE_S = 8.0
-"""A receiver hears nothing of a sender for so long before it gives up."""
+"""How long a receiver waits without a message from the sender before it gives up."""
 NOISE_S = 8.0
-"""Where lines lose up to every tenth message what says so is lost, too: about three in a row."""
+"""Additional time on lines that lose up to every tenth message: messages that would reveal a loss are lost too, up to
+about three in a row."""
 LINGERS_S = 3.0
-"""After its end a fault may still be what an attempt fails for."""
+"""How long after its end a fault may still make an attempt fail."""
 RECOVERED_S = 30.0
-"""No fault, nor several in a row, keep a request for so long: who has more time and misses its deadline hung."""
+"""No sequence of faults delays a request for longer; one with a later deadline that still times out has hung."""
 REJOINS_S = 1.25
-"""A worker whose connection broke has joined again, or its heart was heard, unless something else keeps it away."""
+"""Time in which a worker whose connection broke joins again or sends a heartbeat, unless another fault prevents it."""
 DIES_S = 0.5
-"""A request is moved on from a worker that dies within so long."""
+"""Time in which a request is moved away from a worker that died."""
 DYING_S = 0.4
-"""So long at most the sockets of a process that was killed are still open: who has not asked takes it for alive."""
+"""The longest time for which a killed process's sockets stay open, so that it seems alive."""
 
 
 class Strike(NamedTuple):
-    """A fault of one part or of the line between two, from ``began`` to ``ended``. ``deadly``: a process died."""
+    """A fault of one process, or of the line between two, from ``began`` to ``ended``. ``deadly``: a process died."""
 
     ends: frozenset[str]
     began: float
@@ -56,7 +58,7 @@ class Strike(NamedTuple):
 
 @dataclass(slots=True)
 class Attempt:
-    """One placement of a request: on whom and when."""
+    """One placement of a request: its workers, and its beginning and end in seconds."""
 
     workers: frozenset[str]
     began: float
@@ -67,8 +69,10 @@ class Attempt:
         return met and strike.ends <= self.workers | {COORDINATOR}
 
     def bereft_by(self, strike: Strike, strikes: Iterable[Strike]) -> bool:
-        """A worker of it died, perhaps so shortly before it began that its sockets were still open, or the line to one
-        broke while another of ``strikes`` kept it from joining again."""
+        """Whether the attempt lost a worker by ``strike``.
+
+        A worker died (maybe just before the attempt began, while its sockets were still open), or its line to the
+        coordinator broke while another of ``strikes`` kept it from joining again."""
         lost = strike.ends - {COORDINATOR}
         met = self.began - DYING_S <= strike.began <= self.ended + DIES_S
         if not lost or not lost <= self.workers or not met:
@@ -83,8 +87,10 @@ class Attempt:
 
 
 class Pause(NamedTuple):
-    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come. ``crowded_out``: the times
-    of steps in which its worker had no place for it or, as it was lost and waits, none had room; in order."""
+    """A period without tokens. ``started``: whether the first token had arrived before it.
+
+    ``crowded_out`` holds, in order, the periods of steps in which the request's worker had no room for it or, while it
+    waited to be placed again, no worker had."""
 
     began: float
     ended: float
@@ -96,7 +102,7 @@ class Pause(NamedTuple):
         return self.ended - self.began
 
     def crowded_out_s(self, since: float) -> float:
-        """How much of the time from ``since`` on it had no place in steps that were made."""
+        """Return how many seconds of the pause, from ``since`` on, fall into such steps."""
         seconds = 0.0
         for began, ended in self.crowded_out:
             seconds += max(0.0, min(ended, self.ended) - max(began, since))
@@ -106,7 +112,7 @@ class Pause(NamedTuple):
 
 @dataclass
 class Record:
-    """What became of one request. ``timeout_s``: from its arrival to its deadline."""
+    """The attempts and pauses of one request. ``timeout_s``: from its arrival to its deadline."""
 
     timeout_s: float = math.inf
     attempts: list[Attempt] = field(default_factory=list)
@@ -115,8 +121,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a history lets its requests wait. ``noticed_s``: for recovery from a fault; ``slowest_s``: its longest
-    step; ``work_s``: what a worker alone would take for all that was asked; ``noise_s``: more, because of noise."""
+    """How long requests of a history may wait, from these times in seconds.
+
+    ``slowest_s`` is its longest step, ``work_s`` what one worker alone would take for all requests, ``noticed_s`` the
+    time to recover from a fault, ``noise_s`` an allowance for noisy lines."""
 
     slowest_s: float
     work_s: float
@@ -124,9 +132,11 @@ class Patience:
     noise_s: float = 0.0
 
     def overdue(self, record: Record, strikes: Sequence[Strike]) -> Iterator[str]:
-        """Pauses that are too long, in words. Before its first token a request may wait for what others hold, so any
-        fault excuses that, and all work; a stream is excused by faults that touch it, and by each step that others took
-        from it by right, as they rank higher or had blocks or promises before."""
+        """Yield descriptions of pauses that are too long.
+
+        Before its first token a request may wait for what other requests hold, so all work and any fault excuse it. A
+        stream is excused only by faults that touch it, and by steps in which others take precedence because of their
+        priority or of earlier blocks or promises."""
         for pause in record.pauses:
             before = [strike for strike in strikes if strike.began <= pause.ended]
             if pause.started:
@@ -153,10 +163,13 @@ def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[S
 
 
 def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
-    """Why a request must not have failed with ``code``, or "": its retries are spent by faults that touched them,
-    it is suspected for workers that died with it, which one that joins again did not, nor one that was dead before, but
-    for those of which nobody could know: the first, and one that died while the request waited for room, after it had
-    answered that it lives; and its deadline was too near for recovery. A coordinator that stalls is no reason."""
+    """Return why a failure with ``code`` is not justified, or "" if it is.
+
+    ``worker_lost`` needs more attempts touched by faults than there are retries; stalls of the coordinator do not
+    count. ``request_quarantined`` needs enough workers that died with the request. One that joins again did not die,
+    and one that was dead already does not count, except for those that seemed alive: the first one, and one that died
+    after it had answered a ping, while the request waited. ``request_timeout`` needs a deadline too near for recovery.
+    """
     if code == "worker_lost":
         real = [strike for strike in strikes if strike.ends != {COORDINATOR}]
         touched = sum(any(attempt.touched_by(strike) for strike in real) for attempt in record.attempts)
@@ -174,6 +187,6 @@ def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
 
 
 def absent(workers: Iterable[str], at: float, strikes: Sequence[Strike]) -> bool:
-    """Whether each of ``workers`` had a reason not to be there."""
+    """Return whether each of ``workers`` had a reason to be absent at the time ``at``."""
     near = [each.ends - {COORDINATOR} for each in strikes if each.began <= at <= each.ended + LINGERS_S]
     return all(any(ends <= {worker} for ends in near) for worker in workers)

@@ -1,7 +1,7 @@
-"""Known bugs of prefill/decode serving, brought back on purpose: a suite that does not catch them proves nothing.
+"""Known bugs of prefill/decode serving, injected on purpose to prove that the simulation catches them.
 
-Each is a patch over the real code, and the words with which the simulation must complain. ``python -m
-tests.simulation --mutation NAME`` runs histories with it.
+Each is a patch over the real code, with the complaints that the simulation must make. ``python -m tests.simulation
+--mutation NAME`` plays histories with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvtransfer.session import ReceiverSession, SenderSession, TransferState
 
 
 class Mutation(NamedTuple):
-    """``target.name`` becomes ``bug``; one of ``symptoms`` must be in the complaint."""
+    """Replaces ``target.name`` by ``bug``; the complaint must contain one of ``symptoms``."""
 
     what: str
     target: Any
@@ -56,7 +56,7 @@ NO_FIRST_TOKEN, NO_NEXT_TOKEN = "s for the first token", "s for the next token"
 
 
 def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None:
-    """Blocks are free while frames of their transfer still find them."""
+    """Free blocks while frames of their transfer can still be written into them."""
     with mock.patch.object(self.receiver, "cancel"):
         _ABORT(self, transfer)
 
@@ -93,7 +93,7 @@ def _skips_gaps(self: RequestState, choice: int, attempt: int, start: int, ids: 
 
 
 def _visible_at_once(self: DecodeWorker, now: float) -> None:
-    """The prefix cache hears of blocks before anything is in them."""
+    """Publish blocks in the prefix cache before their KV has arrived."""
     _GRANT(self, now)
     for reservation in self.reservations._granted.values():
         if reservation.table is not None:
@@ -351,7 +351,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
 
 @contextmanager
 def brought_back(name: str) -> Iterator[None]:
-    """The bug ``name`` is there."""
+    """Inject the bug ``name`` for the duration of the block."""
     with ExitStack() as stack:
         for mutation in MUTATIONS[name]:
             stack.enter_context(mock.patch.object(mutation.target, mutation.name, mutation.bug))

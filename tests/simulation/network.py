@@ -1,9 +1,9 @@
-"""A network of simulated ZeroMQ sockets: connections with delays that keep order, until a fault says otherwise.
+"""A network of simulated ZeroMQ sockets, whose connections delay messages but keep their order unless a fault strikes.
 
-What libzmq promises over TCP holds here too: messages of a connection arrive whole and in order, or the connection is
-gone; a ROUTER knows peers by identity and raises for one that it does not know; a DEALER reconnects by itself and keeps
-what it has not sent. What only a broken machine does (loss, duplication, reordering and corruption inside a connection)
-is a matter of rates.
+It keeps libzmq's guarantees over TCP: messages of a connection arrive whole and in order, or the connection is gone; a
+ROUTER knows its peers by identity and raises for an unknown one; a DEALER reconnects by itself and keeps what it has
+not sent. Loss, duplication, reordering and corruption within a connection, which only broken machines cause, occur at
+configurable rates.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tests.simulation.clock import Clock, Process
 
 RECONNECT_S = 0.05
 _NOTHING = zmq.Again()
-"""One for all: making one takes longer than the rest of an empty look into a socket."""
+"""The one exception for all empty sockets: making one costs more than the rest of an empty receive."""
 Parts = list[bytes]
 
 
 def forget() -> None:
-    """Release the history that looked into an empty socket last: the one exception refers to its frames."""
+    """Release the last history: the traceback of the shared exception refers to its frames."""
     _NOTHING.__traceback__ = None
 
 
 @dataclass
 class Rates:
-    """Chances per message of a line."""
+    """Probability of each fault per message of a line."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -49,7 +49,7 @@ class Rates:
 
 @dataclass
 class Line:
-    """How messages travel between two processes, in both directions."""
+    """Properties of the network between two processes, in both directions."""
 
     delay_s: float = 0.0003
     jitter_s: float = 0.0003
@@ -59,8 +59,9 @@ class Line:
 
 @dataclass
 class Losing:
-    """The ``number``-th message with this ``tag`` (a frame of KV: "frame") is lost, and ``struck`` hears of its ends.
-    "last tokens" are such as end a choice."""
+    """Loses the ``number``-th message with this ``tag``, and calls ``struck`` with the names of its two processes.
+
+    The tag of KV frames is "frame", that of tokens that end a choice "last tokens"."""
 
     tag: str
     number: int
@@ -85,7 +86,7 @@ class Losing:
 
 @dataclass
 class Mute:
-    """Messages with this ``tag`` of the worker ``name`` are lost; its heart, on a connection of its own, goes on."""
+    """Loses the messages with this ``tag`` from the worker ``name``, but not its heartbeats."""
 
     name: str
     tag: str
@@ -97,7 +98,7 @@ class Mute:
 
 
 class Frameless:
-    """No frame of KV arrives anywhere; messages do."""
+    """Loses all KV frames, but no messages."""
 
     tag = "frame"
 
@@ -107,8 +108,9 @@ class Frameless:
 
 @dataclass
 class Severed:
-    """One connection carries nothing any more to its dealer, to its router, or either way. Nobody is told; whoever
-    dials anew gets another."""
+    """Loses everything on one connection: to its dealer (``deaf``), to its router (``mute``), or both.
+
+    Neither end is notified, and a new connection works."""
 
     connection: Connection
     deaf: bool
@@ -123,7 +125,7 @@ _FINISH = Tokens.__struct_fields__.index("finish")
 
 
 class Network:
-    """Addresses, lines and what travels. ``happened`` counts the faults that struck."""
+    """Addresses, lines and connections. ``happened`` counts the faults that struck, by name."""
 
     def __init__(self, clock: Clock, rng: Random) -> None:
         self.clock, self.rng = clock, rng
@@ -131,7 +133,7 @@ class Network:
         self.happened: dict[str, int] = {}
         self.losing: Losing | Mute | Frameless | Severed | None = None
         self.dropped: Callable[[Connection, Parts], None] = lambda connection, parts: None
-        """Hears of each message that noise has taken."""
+        """Called with each message dropped by noise."""
         self._lines: dict[frozenset[str], Line] = {}
         self._connections: list[Connection] = []
         self._sockets: dict[str, list[Socket]] = {}
@@ -151,8 +153,9 @@ class Network:
         return self._lines.setdefault(frozenset((one.name, other.name)), Line())
 
     def waits_for(self, process: Process) -> bool:
-        """Whether something has arrived that the process has not read; its predecessor's sockets may still be open."""
-        for each in self._sockets.get(process.name, ()):  # the most often asked of all questions: no generator
+        """Return whether a message has arrived that the process has not read. Sockets of an earlier process of the same
+        name may still be open."""
+        for each in self._sockets.get(process.name, ()):  # called most often of all: no generator
             if each.inbox and each.process is process and not each.closed:
                 return True
         return False
@@ -166,25 +169,25 @@ class Network:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def cut(self, one: Process, other: Process) -> None:
-        """A black hole: nothing arrives any more, nobody is told."""
+        """Black-hole the line: nothing arrives any more, and neither end is notified."""
         self.line(one, other).cut = True
         self.count("cut")
 
     def heal(self, one: Process, other: Process) -> None:
-        """What was sent into the black hole arrives now: TCP has kept it."""
+        """End a black hole. What was sent meanwhile arrives now, as with TCP."""
         line = self.line(one, other)
         line.cut = False
         for connection in self._between(one, other):
             connection.thaw()
 
     def reset(self, one: Process, other: Process) -> None:
-        """The connections are gone, with everything that was on its way."""
+        """Break the connections between two processes, with everything in flight."""
         for connection in self._between(one, other):
             self.count("reset")
             connection.close()
 
     def dead(self, process: Process) -> None:
-        """The kernel closes a dead process's connections; across a black hole nobody hears of it."""
+        """Close a dead process's connections, as the kernel does; a black hole hides that from the other end."""
         for address, listener in list(self.listeners.items()):
             if listener.process is process:
                 del self.listeners[address]
@@ -197,12 +200,12 @@ class Network:
                     connection.close()
 
     def control(self, worker: Process, coordinator: Process, *, beats: bool) -> Connection:
-        """Over which a worker's heart ``beats``, or it says all else."""
+        """Return a worker's heartbeat connection (``beats``) or its control connection."""
         connections = self._between(worker, coordinator)
         return next(each for each in connections if each.dealer.name.endswith(BEAT_SUFFIX.encode()) is beats)
 
     def severed(self, dialling: Process) -> bool:
-        """Whether it still has the connection that carries nothing any more."""
+        """Return whether the process still uses a severed connection that it opened."""
         losing = self.losing
         if not isinstance(losing, Severed):
             return False
@@ -213,7 +216,7 @@ class Network:
         return [each for each in self._connections if {each.dealer.process, each.router.process} == ends]
 
     def connect(self, dealer: Dealer) -> None:
-        """Tries until somebody listens."""
+        """Connect the dealer, retrying until its address is listened on."""
         if dealer.closed or not dealer.process.alive or dealer.connection is not None:
             return
         router = self.listeners.get(dealer.address)
@@ -249,7 +252,7 @@ class Connection:
             self.close()
 
     def carry(self, sender: Socket, receiver: Socket, parts: Parts) -> None:
-        """Leaves when the sender has come to it, arrives a delay later."""
+        """Send a message at the sender's own time, which may be ahead of the clock; it arrives a delay later."""
         if spent := sender.process.spent:
             self.network.clock.after(spent, sender.process.run, self._depart, receiver, parts)
         else:
@@ -302,7 +305,7 @@ class Connection:
             self.close()
 
     def mute(self) -> None:
-        """One end has died beyond a black hole."""
+        """Discard what a black hole has kept, because one end has died beyond it."""
         self._frozen.clear()
 
     def close(self) -> None:
@@ -318,7 +321,7 @@ class Connection:
 
 
 def _corrupted(parts: Parts, rng: Random) -> Parts:
-    """A message, or the header or payload of a frame, with one bit changed."""
+    """Return the parts with one bit of one part (of a frame: header or payload) flipped."""
     which = rng.randrange(len(parts))
     changed = [bytearray(part) for part in parts]
     if part := changed[which]:
@@ -327,13 +330,13 @@ def _corrupted(parts: Parts, rng: Random) -> Parts:
 
 
 def _truncated(parts: Parts, rng: Random) -> Parts:
-    """A message, or the header or payload of a frame, without its end."""
+    """Return the parts with one part (of a frame: header or payload) truncated."""
     which = rng.randrange(len(parts))
     return [part[: rng.randrange(len(part) + 1)] if index == which else part for index, part in enumerate(parts)]
 
 
 class Frame:
-    """As much of ``zmq.Frame`` as is used."""
+    """The part of ``zmq.Frame`` that is used."""
 
     __slots__ = ("bytes",)
 
@@ -349,7 +352,7 @@ class Frame:
 
 
 class Socket:
-    """What both kinds have: a queue of what has arrived, and who is woken."""
+    """The common part of both socket types: a queue of received messages, and a callback that wakes the owner."""
 
     dropping = False
 
@@ -390,7 +393,7 @@ class Socket:
 
 
 class Monitor:
-    """What libzmq's thread has noted about a dealer's connections. It is read from time to time, and wakes nobody."""
+    """Events of a dealer's connections, as libzmq's monitor reports them. It is polled and does not wake its owner."""
 
     def __init__(self) -> None:
         self._events: deque[int] = deque()
@@ -424,7 +427,7 @@ class Dealer(Socket):
 
     def close(self, linger: int | None = None) -> None:
         super().close()
-        if self.connection is not None:  # what was said before is on its way and arrives first
+        if self.connection is not None:  # messages in flight arrive first
             connection, line = self.connection, self.connection.line
             self.network.clock.after(self.process.spent + line.delay_s + line.jitter_s, connection.close)
 
@@ -443,7 +446,7 @@ class Router(Socket):
     def greet(self, connection: Connection) -> bool:
         if self.closed:
             return False
-        if (old := self._peers.pop(connection.dealer.name, None)) is not None:  # handed over
+        if (old := self._peers.pop(connection.dealer.name, None)) is not None:  # as ZMQ_ROUTER_HANDOVER does
             old.close()
         self._peers[connection.dealer.name] = connection
         return True
@@ -474,7 +477,7 @@ class Router(Socket):
 
 
 class SimulatedHeart:
-    """Beats while its process runs, also in the middle of a step."""
+    """Sends heartbeats while its process runs, also in the middle of a step."""
 
     def __init__(self, channels: SimulatedChannels, socket: Dealer, interval_s: float, beat: Callable[[int], Message]):
         self._channels, self._socket, self._interval_s, self._beat = channels, socket, interval_s, beat
@@ -497,7 +500,7 @@ class SimulatedHeart:
 
     def _send(self, asked: int) -> None:
         process = self._channels.process
-        spent, process.spent = process.spent, 0.0  # a thread of its own is not ahead
+        spent, process.spent = process.spent, 0.0  # the heartbeat thread is not ahead of the clock
         self._socket.send_multipart([encode(self._beat(asked))])
         process.spent = spent
 
@@ -510,7 +513,7 @@ class SimulatedHeart:
 
 
 class SimulatedChannels(Channels):
-    """The world as one simulated process sees it."""
+    """The network interface of one simulated process."""
 
     def __init__(self, network: Network, process: Process, wake: Callable[[], None] = lambda: None) -> None:
         self.network, self.process, self._wake = network, process, wake
@@ -538,7 +541,7 @@ class SimulatedChannels(Channels):
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)
 
     def register(self, what: Any) -> None:
-        if isinstance(what, Socket):  # else the descriptor of a knock, which is ready at once or not at all
+        if isinstance(what, Socket):  # otherwise the descriptor of a pool's connection, which is ready at once or never
             what.wake = self._wake
 
     def unregister(self, what: Any) -> None:

@@ -1,4 +1,4 @@
-"""One seed is one history: which kind, its chances, and what became of it."""
+"""Plays the history of a seed: the seed determines its kind and its random numbers."""
 
 from __future__ import annotations
 
@@ -67,27 +67,27 @@ KINDS: tuple[Callable[..., History], ...] = (
     CutOff,
     Resized,
 )
-"""One after the other; a new one comes last."""
+"""The kinds of histories, used in turn. New ones are appended."""
 STRIDE = 20
-"""Between the chances of two histories of a kind. It is not the number of kinds, so that the n-th history of each stays
-what it was when another kind is added."""
+"""Distance between the random seeds of successive histories of a kind. It differs from the number of kinds, so that
+adding a kind leaves the n-th history of the others unchanged."""
 
 
 @dataclass
 class Outcome:
-    """What became of the requests, what struck, and the longest pause of a stream."""
+    """How requests ended, which faults struck, and the longest pause of a stream (seconds) of one or more histories."""
 
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     longest_gap: float = 0.0
     widest: int = 0
-    """The seed of that gap."""
+    """The seed of the history with ``longest_gap``."""
     seconds: float = 0.0
 
     @classmethod
     def of(cls, kept: dict[str, Any]) -> Outcome:
-        """The inverse of ``vars``, after a way through JSON."""
+        """Restore an outcome from its ``vars``, as read from JSON."""
         return cls(**kept | {"ends": Counter(kept["ends"]), "faults": Counter(kept["faults"])})
 
     def add(self, other: Outcome) -> None:
@@ -99,7 +99,7 @@ class Outcome:
 
 
 def run(seed: int) -> Outcome:
-    """The history of ``seed``; AssertionError or InvariantBroken if something that must hold does not."""
+    """Play the history of ``seed``. Raises AssertionError or InvariantBroken if an invariant does not hold."""
     number, which = divmod(seed, len(KINDS))
     kind, rng = KINDS[which], Random(number * STRIDE + which)
     with _chance(rng):
@@ -114,14 +114,14 @@ def run(seed: int) -> Outcome:
 
 
 class _Alarm(logging.Handler):
-    """An error in the log is a problem: the real code would go on."""
+    """Turns errors in the log into problems, since the real code continues after logging them."""
 
     def __init__(self, system: System) -> None:
         super().__init__(logging.WARNING)
         self._system = system
 
     def _silent(self, record: logging.LogRecord) -> None:
-        """A worker is taken for dead: there must be a reason."""
+        """Complain if a worker is declared dead without a reason."""
         message = record.getMessage()
         if any(f"is gone: {how}" in message for how in ("silent", "one turn", "no answer")):
             name = message.split()[1]
@@ -142,7 +142,7 @@ class _Alarm(logging.Handler):
 
 @contextmanager
 def _alarmed(system: System) -> Iterator[None]:
-    """Shown is the log only where everything is: the alarm hears it anyway."""
+    """Send the log to the alarm; show it only at debug level."""
     log, alarm = logging.getLogger("tandem"), _Alarm(system)
     log.addHandler(alarm)
     log.propagate = log.isEnabledFor(logging.DEBUG)
@@ -155,9 +155,9 @@ def _alarmed(system: System) -> Iterator[None]:
 
 @contextmanager
 def _chance(rng: Random) -> Iterator[None]:
-    """Ids come from the seed too, and the secrets of hand-offs are the same in every history."""
+    """Draw ids from the seed, and use the same hand-off secrets in every history."""
     source = SimpleNamespace(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
-    tokens = SimpleNamespace(token_bytes=Random(0).randbytes)  # compared, never looked at
+    tokens = SimpleNamespace(token_bytes=Random(0).randbytes)  # secrets are only compared; their values do not matter
     with mock.patch.object(ids, "secrets", source), mock.patch.object(dispatcher, "secrets", tokens):
         yield
 

@@ -1,4 +1,4 @@
-"""The coordinator's real dispatcher, and what it must never do."""
+"""The coordinator's real dispatcher with checks of its invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.simulation.liveness import Attempt, Record
 
 
 class CheckedDispatcher(Dispatcher):
-    """``complain`` hears of each broken rule."""
+    """A dispatcher that calls ``complain`` for each violated invariant."""
 
     complain: Callable[[str], None]
 
@@ -38,7 +38,7 @@ class CheckedDispatcher(Dispatcher):
         self._look_at_retries()
 
     def without_room(self) -> set[RequestId]:
-        """Requests that no worker has room for by the books of promises, and those that wait behind one."""
+        """Return the queued requests for which the router's ledger has no room on any worker, and those behind one."""
         holders = [*self.registry.ready("decode"), *self.registry.ready("colocated")]
 
         def fits(ticket: RequestRecord) -> bool:
@@ -49,7 +49,7 @@ class CheckedDispatcher(Dispatcher):
         return {ticket.id for ticket in itertools.dropwhile(fits, queued)}
 
     def _look_at_breakers(self, placement: Placement) -> None:
-        """Pairs whose hand-offs keep failing are left alone for a while."""
+        """Check that a pair whose hand-offs keep failing is not used during its cool-down."""
         if placement.prefill is None:
             return
         failures = self._failures.get(Pair(placement.prefill.id, placement.decode.id), ())
@@ -59,7 +59,7 @@ class CheckedDispatcher(Dispatcher):
                 self.complain(f"a pair is tried {since:.2f} s after its third failure")
 
     def _look_at_room(self, ticket: RequestRecord, placement: Placement) -> None:
-        """Nobody is sent where it is cut short while another that is not avoided holds more of it."""
+        """Check that no request is placed where its output is truncated while another eligible worker has more room."""
         demand, decode = self._demand(ticket), placement.decode
 
         def room(worker: WorkerHandle) -> int:
@@ -71,7 +71,7 @@ class CheckedDispatcher(Dispatcher):
             self.complain(f"{room(decode)} tokens fit on {decode.hello.name}, {most} elsewhere")
 
     def _look_at_retries(self) -> None:
-        """Retries do not crowd out everybody else."""
+        """Check that retries stay within the retry budget."""
         again = sum(
             bool(ticket.life.attempt) and ticket.life.state in (State.PLACED, State.PREFILLING)
             for ticket in self.records.values()
@@ -95,7 +95,7 @@ class CheckedDispatcher(Dispatcher):
         super().failed(worker, message)
         if ticket is not None and pair and ticket.pair is None and message.code == "transfer_failed":
             failures = self._failures[pair]
-            if not _too_many(failures):  # those that were on their way then say nothing new
+            if not _too_many(failures):  # failures of hand-offs that were in flight then add nothing
                 failures.append(self._clock())
 
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:

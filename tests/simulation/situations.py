@@ -1,6 +1,7 @@
-"""Histories that are about one fault each, which two pools of two can take: whatever it hits has somewhere else to go.
+"""Histories about one fault each, in pools with a spare worker: whatever the fault hits can move elsewhere.
 
-Their clocks start when the fault does, so that each watchdog, timer and lease has a history that is late without it.
+Their time limits count from the beginning of the fault, so that each watchdog, timer and lease has a history that is
+late without it.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from tests.simulation.system import Poisoned, Shape, SimulatedClient, SimulatedW
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 LONG_S = 12.0
-"""A fault that nobody must wait for."""
+"""Duration of a fault whose end nothing may wait for."""
 UNLISTED_S = 0.6
-"""Leases come twice a second, and take their way."""
+"""Time until a lease without the request arrives: leases are sent twice a second, plus network delay."""
 LOOK_S = 0.003
 BEGUN_S = 0.05
-"""Later than any step that is asked to be long has begun."""
+"""Time after which a step that was asked to be long has begun."""
 
 
 class OneFault(History):
-    """Roomy pools, requests that nobody hangs up on, ``tokens`` of output each."""
+    """A history with ample memory and clients that stay; each request has ``tokens`` output tokens."""
 
     roles = ("prefill", "prefill", "decode", "decode")
     requests, rate, tokens = 7, 20.0, 24
@@ -52,7 +53,7 @@ class OneFault(History):
 
     def _build(self) -> None:
         self.system.coordinator.router.local_prefill, self.system.pace = "never", self.pace
-        together = self.rng.random() < 0.5  # on one host KV is pulled
+        together = self.rng.random() < 0.5  # on one host, KV is pulled
         for number, role in enumerate(self.roles):
             name = f"{role}-{number}"
             self.names.append(name)
@@ -62,7 +63,7 @@ class OneFault(History):
         return 200
 
     def _work_s(self) -> float:
-        """Chunks of all prompts, and as many steps as an answer has tokens: pools work side by side."""
+        """Return the time for the chunks of all prompts and the steps of one answer: the pools work in parallel."""
         return (4 * self.requests + self.tokens) * self.system.slowest_s
 
     def _requests(self) -> None:
@@ -79,7 +80,7 @@ class OneFault(History):
         return SimulatedClient(self.system, number, prompt, sampling, 1)
 
     def _when(self, ready: Callable[[], object], action: Callable[[], None]) -> None:
-        """At the first moment at which it is so, if there is one before the requests have ended."""
+        """Run ``action`` as soon as ``ready`` is true, unless all requests end before."""
         if ready():
             action()
         elif self.system.running or any(not client.over for client in self.system.clients):
@@ -91,7 +92,7 @@ class OneFault(History):
         return worker
 
     def _busy(self, worker: SimulatedWorker) -> bool:
-        """Whether it has a client's request."""
+        """Return whether the worker holds a client's request (not only trials of links)."""
         ours = {client.id for client in self.system.clients}
         return any(transfer.request in ours for transfer in worker.worker.holdings())
 
@@ -101,12 +102,12 @@ class OneFault(History):
         return any(life.state is State.DECODING for life in lives)
 
     def _lasts(self) -> None:
-        """The history goes on until the fault is over."""
+        """Keep the history going until the fault is over."""
         self._plan(LONG_S + 1.0, lambda: None)
 
 
 class Hung(OneFault):
-    """A step does not end; the heart beats."""
+    """A worker hangs in a step; its heartbeats continue."""
 
     def _faults(self) -> None:
         victim = self._victim()
@@ -119,7 +120,7 @@ class Hung(OneFault):
 
 
 class Jammed(OneFault):
-    """A turn of a loop does not end, outside of any step; the heart beats."""
+    """A worker loop hangs outside of any step; its heartbeats continue."""
 
     def _faults(self) -> None:
         victim = self._victim()
@@ -132,10 +133,10 @@ class Jammed(OneFault):
 
 
 class Muted(OneFault):
-    """The tokens of a decode worker do not arrive; what its heart tells does, and that it has the streams."""
+    """The tokens of a decode worker are lost; its heartbeats, which list the streams, arrive."""
 
     roles = ("prefill", "decode", "decode")
-    requests, tokens, pace = 4, 125, 8.0  # as of a stream that is over the heart tells no more, which is noticed, too
+    requests, tokens, pace = 4, 125, 8.0  # long: once a stream ends, heartbeats omit it, which reveals the loss too
 
     def _faults(self) -> None:
         victim = self._victim()
@@ -152,9 +153,9 @@ class Muted(OneFault):
 
 
 class CutOff(OneFault):
-    """One of a worker's two connections to the coordinator carries nothing any more, in one direction or in both, and
-    does not break: its heart beats over the other, or is what is not heard. Whatever the worker was doing moves on, and
-    it dials anew."""
+    """One of a worker's two connections to the coordinator loses everything, in one or both directions, without
+    breaking: either its control connection or that of its heartbeats. Its requests must move to other workers, and it
+    must reconnect."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -167,7 +168,7 @@ class CutOff(OneFault):
     def _faults(self) -> None:
         victim = self._victim()
         deaf, mute = self.rng.choice(((True, False), (False, True), (True, True)))
-        beats = mute and self.rng.random() < 0.3  # a heart that is deaf is told nothing that it needs
+        beats = mute and self.rng.random() < 0.3  # losing what is sent to the heartbeat connection alone does no harm
 
         def sever() -> None:
             network = self.system.network
@@ -187,7 +188,7 @@ class CutOff(OneFault):
 
 
 class Forlorn(OneFault):
-    """A sender finds its link dead, and what it says about it is lost: only the receiver's lease ends the hand-off."""
+    """A link breaks, and the sender's failure report is lost: only the receiver's lease can end the hand-off."""
 
     roles = ("prefill", "decode", "decode")
 
@@ -209,7 +210,7 @@ class Forlorn(OneFault):
 
 
 class Unladen(OneFault):
-    """Announcements and grants pass, frames never do: each request ends by a prompt that decode computes itself."""
+    """Announcements and grants pass but frames are lost, so that decode must compute each prompt itself in the end."""
 
     requests = 5
 
@@ -219,7 +220,7 @@ class Unladen(OneFault):
 
     def _faults(self) -> None:
         self.system.network.losing = Frameless()
-        for attempt in range(FAILED_PAIRS + 1):  # each of which it is there to strike
+        for attempt in range(FAILED_PAIRS + 1):  # recorded as a fault of each attempt
             self._plan(attempt * LINGERS_S, self._strike)
 
     def _strike(self) -> None:
@@ -241,8 +242,8 @@ class Unladen(OneFault):
 
 
 class Poisonous(OneFault):
-    """One request ends whoever computes it beyond some position; workers come back. It alone must fail, before many
-    have died of it."""
+    """One request kills every worker that computes it beyond some position; workers restart. Only this request may
+    fail, and it must before many workers have died."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
     requests, rate, tokens = 12, 60.0, 30
@@ -271,7 +272,7 @@ class Poisonous(OneFault):
         super()._judge()
         deaths = sum(strike.deadly for strike in self.system.strikes)
         known = max(len(each.ticket.life.crashes) for each in self.system.clients if each.ticket is not None)
-        # one more where it had company, and one of whom nobody had heard yet that the request had come there
+        # one more if other requests were suspects too, and one that died before the coordinator knew it had the request
         if known > MAX_CRASHES + 1 or deaths > MAX_CRASHES + 2:
             self.system.complain(f"{deaths} workers have died of one request, {known} of them known to have had it")
         for client in self.system.clients:
@@ -282,8 +283,10 @@ class Poisonous(OneFault):
 
 
 class Disconnected(OneFault):
-    """The control connection of a decode worker breaks, then that of one to which a stream has moved; also in the
-    middle of long steps, in which only their hearts can tell that nobody has died. Nobody is blamed."""
+    """The control connection of a decode worker breaks, then that of a worker to which a stream has moved.
+
+    This also happens in the middle of long steps, during which only heartbeats show that the workers live. No request
+    may be quarantined."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
     requests, tokens, pace = 6, 40, 8.0
@@ -304,7 +307,7 @@ class Disconnected(OneFault):
         self.system.network.reset(worker.process, self.system.coordinator.process)
 
     def _moved_to(self) -> list[SimulatedWorker]:
-        """Decode workers on which streams go on that began elsewhere."""
+        """Return the decode workers with streams that have migrated there."""
         records = self.system.coordinator.dispatcher.records.values()
         moved = {each.life.decode for each in records if each.life.migrations and each.life.state is State.DECODING}
         return [worker for worker in self.system.workers.values() if worker.worker.incarnation in moved]
@@ -318,8 +321,9 @@ class Disconnected(OneFault):
 
 
 class Forgotten(Disconnected):
-    """Something between forgets every connection to the coordinator: each breaks at its next packet, once or twice.
-    Nobody has died, so nobody is refused, either."""
+    """A device in the network loses every connection to the coordinator: each breaks at its next packet, once or twice.
+
+    No worker has died, so no request may be quarantined."""
 
     roles = OneFault.roles
     requests, rate, tokens = 8, 6.0, 32
@@ -331,9 +335,11 @@ class Forgotten(Disconnected):
 
 
 class Paused(OneFault):
-    """Everything is stopped together, as a container that is paused: once between short steps, once or twice in the
-    middle of long ones. Those that go on first hear nothing of the others for a moment, but nobody is silent and nobody
-    hangs."""
+    """All processes are stopped together, as when a container is paused: once between short steps, or once or twice in
+    the middle of long ones.
+
+    Processes that continue first receive nothing from the others for a moment, but must not declare them silent or
+    hung."""
 
     requests, rate = 8, 6.0
 
@@ -364,7 +370,7 @@ class Paused(OneFault):
 
 
 class Sick(OneFault):
-    """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
+    """Two of three workers of a role fail every request but stay alive; no request may fail for that."""
 
     roles = ("prefill", "prefill", "prefill", "decode", "decode", "decode")
     requests, tokens = 12, 10
@@ -394,7 +400,7 @@ class Sick(OneFault):
 
 
 class Careless(OneFault):
-    """One message is lost, and the connection stays."""
+    """A single message is lost, and its connection stays."""
 
     tags: tuple[str, ...] = ("prefill", "reserve", "open", "grant", "frame", "ack", "commit", "accept")
 
@@ -405,8 +411,8 @@ class Careless(OneFault):
 
 
 class Unheard(Careless):
-    """It had tokens that the coordinator has not. Most requests have choices of which one ends long before the others,
-    as their worker sees it: their client may have ended those. There is a slot for each, so none of them ever waits."""
+    """A lost message with tokens. Most requests have several choices, one of which ends long before the others on their
+    worker; the client may have ended the others already. There are enough slots, so no choice has to wait for one."""
 
     tags = "tokens", "last tokens"
     requests, tokens, pace = 3, 125, 8.0
@@ -432,8 +438,8 @@ class Unheard(Careless):
 
 
 class Unaborted(OneFault):
-    """Clients leave in the middle of long answers, and what tells the worker so never arrives: only its lease does, by
-    not listing them, within half a second and a step."""
+    """Clients leave during long answers, and the aborts are lost: the worker must drop their requests because its lease
+    does not list them, within half a second and a step."""
 
     requests, tokens, pace = 4, 100, 20.0
 
@@ -455,8 +461,8 @@ class Unaborted(OneFault):
 
 
 class Misled(OneFault):
-    """Two workers of a pool die at once, but of one of them it is known later: meanwhile it is sent what the other had.
-    Who comes to a worker that has died already did not kill it."""
+    """Two workers of a pool die at once, but one death is detected later, and meanwhile the requests of the other move
+    there. A request that arrives at a dead worker did not kill it."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
     requests, rate, tokens, pace = 8, 60.0, 30, 4.0
@@ -482,7 +488,7 @@ class Misled(OneFault):
 
 
 class Crowded(OneFault):
-    """The only prefill worker dies while it has more requests than may be tried again at once."""
+    """The only prefill worker dies while it has more requests than may be retried at once."""
 
     roles = ("prefill", "decode", "decode", "decode")
     requests, rate, tokens = 30, 400.0, 10
@@ -500,12 +506,15 @@ class Crowded(OneFault):
 
 
 class Resized(OneFault):
-    """Workers die and come back with other pools, or take only shorter requests. What some worker holds is done, to the
-    last token if its client has set a limit; who fits nobody any more is told so, in bounded time."""
+    """Workers die and come back with pools of another size, or accept only shorter requests.
+
+    A request that fits on some worker must be completed, up to the last token if its client has set a limit. One that
+    fits on no worker any more must be answered in bounded time."""
 
     requests, rate = 7, 5.0
     blocks, prompts = 12, 60
-    """Of every worker at first, and the longest prompt: whoever comes back and decodes holds that at least."""
+    """Blocks of every worker at first, and the longest prompt in tokens, which a restarted decode worker can hold at
+    least."""
 
     def _build(self) -> None:
         self.roles = self.rng.choice((OneFault.roles, ("prefill", "decode"), ("colocated",) * 2))
@@ -551,7 +560,7 @@ class Resized(OneFault):
             allowed = {"done"}
             if not somewhere and (not client.open_ended or length >= max(each.holds for each in holders)):
                 allowed |= {"failed: worker_lost", "failed: context_length_exceeded"}
-            if not all(fits):  # the larger ones were not there when it came
+            if not all(fits):  # the larger workers may have been absent when it arrived
                 allowed.add("refused: context_length_exceeded")
             if self.policy != "local" and any(each.holds < wanted for each in shapes["prefill"]):
                 allowed |= {
@@ -564,7 +573,7 @@ class Resized(OneFault):
             if "prefill" in missing and self.policy == "reject":
                 allowed |= {"refused: no_prefill_workers", "failed: no_prefill_workers"}
             if "decode" in missing or "colocated" in missing:
-                allowed |= {"refused: no_decode_workers", "failed: no_decode_workers"}  # for a while there was none
+                allowed |= {"refused: no_decode_workers", "failed: no_decode_workers"}  # absent for a while
             if client.ends[0] not in allowed:
                 self.system.complain(f"request {client.number} of {wanted} tokens ends with {client.ends} ({shapes})")
             least = min(each.holds for each in [first, *holders])
@@ -579,12 +588,12 @@ class Resized(OneFault):
 
 
 class Crammed(OneFault):
-    """Decode workers promise more than they have blocks for: sequences are parked in the middle of their answers, and
-    computed again when there is room."""
+    """Decode workers are promised more than they have blocks for, so that sequences are parked in the middle of their
+    answers and computed again when there is room."""
 
     requests, rate, tokens = 11, 200.0, 44
     blocks = 22
-    """Of one decode worker: for two or three whole answers, but for twice as many prompts."""
+    """Blocks of a decode worker: enough for two or three whole answers, but for twice as many prompts."""
 
     def _build(self) -> None:
         super()._build()
@@ -594,10 +603,10 @@ class Crammed(OneFault):
         return self.blocks if role == "decode" else super()._blocks(role)
 
     def _faults(self) -> None:
-        """None but the lack of room."""
+        """Inject no faults; the lack of blocks is the subject."""
 
     def _count_parked(self) -> int:
-        """Sequences that were parked on workers that are still there."""
+        """Return the number of sequences that were parked on the current workers."""
         parked = sum(worker.worker.planner.preemptions for worker in self.system.workers.values())
         self.system.network.count("parked", parked)
         return parked
@@ -612,9 +621,11 @@ class Crammed(OneFault):
 
 
 class CrammedForks(Crammed):
-    """Of requests with several choices, some of which their clients end, while workers die, leave or lose a line. There
-    are other workers and time enough, so all are done, but those that were on two workers when these died: they are
-    refused, as poison would be. Whether they were there is for the judge of all histories."""
+    """As :class:`Crammed`, with several choices per request, some ended early by clients, while workers die, leave or
+    lose a connection.
+
+    There are enough other workers and time, so all requests must complete, except those that were on two workers when
+    these died, which are quarantined. The common checks judge whether they were there."""
 
     requests, tokens = 9, 40
     blocks = 22
@@ -631,7 +642,7 @@ class CrammedForks(Crammed):
             self._plan(self.rng.uniform(0.1, 1.5), self.rng.choice(faults))
 
     def _drain(self) -> None:
-        """One at a time: who has left stays away for longer than anybody may wait for it, so others must be there."""
+        """Drain at most one worker at a time: it stays away longer than requests may wait, so others must remain."""
         if not any(each.gone or each.worker.draining_until is not None for each in self.system.workers.values()):
             super()._drain()
 

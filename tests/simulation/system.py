@@ -1,4 +1,4 @@
-"""A whole system in one thread on virtual time: the real coordinator and workers around the oracle engine."""
+"""A complete system in one thread on virtual time: the real coordinator and workers around the oracle engine."""
 
 from __future__ import annotations
 
@@ -45,23 +45,25 @@ CONTROL = "tcp://127.0.0.1:1000"
 STEP_S, TOKEN_S = 0.004, 0.0002
 DEADLINE_GRACE_S = 0.2
 LONGEST_LINGER_S = 6.0
-"""After a request's end, on a worker that can hear: leases come twice a second, and a fifth of them may be lost."""
+"""The longest time for which a reachable worker may hold a request after its end: leases come twice a second, and a
+fifth of them may be lost."""
 LONGEST_HOLD_S = 10.0
-"""Nothing is held for a dead or silent peer any longer."""
+"""The longest time for which anything may be held for a dead or silent peer."""
 MOST_EVENTS = 100_000
-"""Within half a second: tens of times as many as ever happen."""
+"""Limit on events within half a virtual second, far above what occurs, to detect a busy loop."""
 Broken = AssertionError
 
 
 class Poisoned(BaseException):
-    """A request that ends the process of whoever computes it; ``raised``: by an error that the worker dies of."""
+    """Raised in a step with a poisonous request, to end the worker's process: with ``raised`` by an error that the
+    worker loop reports, otherwise at once, as by SIGKILL."""
 
     def __init__(self, *, raised: bool) -> None:
         self.raised = raised
 
 
 class Shape(NamedTuple):
-    """What a worker is started with; ``length``: the longest prompt and output that it takes."""
+    """The parameters of a worker; ``length`` is its maximum of prompt plus output tokens."""
 
     role: Role
     blocks: int
@@ -71,28 +73,28 @@ class Shape(NamedTuple):
 
     @property
     def holds(self) -> int:
-        """Tokens of one request."""
+        """The largest number of tokens of one request."""
         return min(self.length, self.blocks * self.block_size)
 
     def room(self, demand: Demand) -> int:
-        """Output of each choice after the prompt: the first block that is not full, and those after it, are each
-        choice's own."""
+        """Return how many output tokens each choice has room for. Choices share the full blocks of the prompt; the rest
+        is separate for each."""
         shared = demand.tokens // self.block_size if demand.choices > 1 else 0
         each = (self.blocks - shared) // demand.choices * self.block_size
         return min(self.length, each + shared * self.block_size) - demand.tokens
 
 
 class SimulatedEngine(OracleEngine):
-    """Steps take virtual time, a part of it before each layer is there."""
+    """The oracle engine with steps that take virtual time, an equal part of it for each layer."""
 
     def __init__(self, process: Process, blocks: int, block_size: int, length: int) -> None:
         super().__init__(blocks, block_size, max_model_len=length)
         self.process = process
         self.slowness = 1.0
         self.stuck_s = 0.0
-        """What the next step takes longer."""
+        """How many seconds longer the next step takes."""
         self.sick = False
-        """Whether it fails whatever it is given."""
+        """Whether it fails every request."""
         self.begins: Callable[[float, Batch], None] = lambda seconds, batch: None
         self.pool: BlockPool | None = None
         self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
@@ -113,7 +115,7 @@ class SimulatedEngine(OracleEngine):
         super().place(table, tokens, layers, rolled)
 
     def _check(self, table: Table, tokens: range) -> None:
-        """KV is only ever written into blocks that the writer alone holds."""
+        """Check that KV is written only into blocks with a single holder."""
         size = self.layout.block_size
         for block in table[tokens.start // size : -(-tokens.stop // size)]:
             if self.pool is not None and len(holders := self.pool.holders(block)) != 1:
@@ -143,7 +145,7 @@ class SimulatedEngine(OracleEngine):
 
 
 class SimulatedWorker:
-    """One incarnation: turned when something arrives, when its sleep is over, and after each of its steps."""
+    """One incarnation of a worker. Its loop takes a turn when a message arrives, after its sleep, and after a step."""
 
     def __init__(self, system: System, name: str, shape: Shape) -> None:
         self.system, self.name, self.role = system, name, shape.role
@@ -155,7 +157,7 @@ class SimulatedWorker:
         self._began: tuple[float, float] | None = None
         self._turning = False
         self._without_room: tuple[float, set[RequestId]] = 0.0, set()
-        """Requests that have had none since a turn without a step."""
+        """The time of the last turn without a step, and the requests that lacked blocks then."""
         self.gone = False
         channels = SimulatedChannels(system.network, self.process, self.wake)
         settings = WorkerSettings(CONTROL, shape.host, max_num_seqs=8, max_num_batched_tokens=32, drain_timeout_s=5.0)
@@ -196,7 +198,7 @@ class SimulatedWorker:
         finally:
             self._turning = False
         self._busy_until = clock.now + self.process.spent
-        if self.process.spent:  # until then the heart tells of the step, and what the turn before has published
+        if self.process.spent:  # until then heartbeats report this step and the previous turn's snapshot
             membership = self.worker.membership
             membership.snapshot, shot = shot, membership.snapshot
             if self._began is not None:
@@ -224,9 +226,11 @@ class SimulatedWorker:
             self.system.struck(self.name, seconds=stuck_s)
 
     def _crowded_out(self, batch: Batch) -> set[RequestId]:
-        """Requests that have no place in this step by right: all of its slots have a higher rank, or all of its tokens
-        and they need more than one, or blocks are lacking for them or for one that waits before them. Counted here: the
-        planner's word is not taken for it."""
+        """Return the requests that rightly have no place in this step.
+
+        All slots, or all tokens if they need more than one, went to requests of higher priority, or blocks are lacking
+        for them or for one that waits before them. This is computed independently of the planner, which is under
+        test."""
         planner = self.worker.planner
         lowest = max(segment.sequence.request.priority for segment in batch.segments)
         full = len(batch.segments) == planner.max_sequences
@@ -235,7 +239,7 @@ class SimulatedWorker:
         return {each.request.id for each in lower if full or (spent and each.missing > 1)} | self._lack_blocks()
 
     def _lack_blocks(self) -> set[RequestId]:
-        """Requests that wait for more than are free, or behind one that does."""
+        """Return the requests that wait for more blocks than are free, or behind one that does."""
         planner, pool = self.worker.planner, self.worker.cache.pool
         queue = [entry.sequence for entry in planner._waiting]
         if isinstance(self.worker, DecodeWorker):
@@ -245,7 +249,7 @@ class SimulatedWorker:
 
         def fits(sequence: Sequence) -> bool:
             blocks = -(-len(sequence.tokens) // self.engine.layout.block_size)
-            return blocks + planner.running <= pool.available  # a block of growth for each that runs
+            return blocks + planner.running <= pool.available  # one block of growth per running sequence
 
         return {each.request.id for each in itertools.dropwhile(fits, queue)}
 
@@ -254,7 +258,7 @@ class SimulatedWorker:
         membership.turning_since, membership.expected_s, membership.snapshot = None, 0.0, shot
 
     def jam(self, seconds: float) -> None:
-        """The loop is stuck outside of a step; the heart goes on beating."""
+        """Make the worker loop hang outside of a step for ``seconds``; its heartbeats continue."""
         begins = max(self.system.clock.now, self._busy_until)
         self.system.clock.at(begins, self.process.run, self._jammed, begins)
         self._busy_until = begins + seconds
@@ -267,24 +271,24 @@ class SimulatedWorker:
 
     @property
     def awake(self) -> bool:
-        """Whether it can act: it is there, runs, and is not in the middle of a long turn."""
+        """Whether it can act: it is alive, not stopped, and not in a long turn."""
         since = self.worker.membership.turning_since
         busy = since is not None and self.system.clock.now - since > 1.0
         return not (self.gone or self.process.stopped or busy)
 
     def sessions(self) -> int:
-        """Hand-offs that are not over."""
+        """Return the number of hand-offs in progress."""
         return len(self.worker.sender if isinstance(self.worker, PrefillWorker) else self.worker.receiver)  # type: ignore[attr-defined]
 
     def stale(self) -> list[Any]:
-        """Announcements that nobody has repeated for as long as nothing may be held."""
+        """Return the early announcements that the receiver has kept, without a repetition, for too long."""
         if not isinstance(self.worker, DecodeWorker):
             return []
         early = self.worker.receiver._early.values()
         return [each.said for each in early if self.worker.clock() - each.at > LONGEST_HOLD_S]
 
     def leave(self) -> None:
-        """The end of a drain."""
+        """End the process after a drain."""
         self.gone = True
         self.worker.close()
         self.engine.close()
@@ -302,7 +306,8 @@ class SimulatedWorker:
         self.system.clock.after(0.05, self.process.die)
 
     def kill(self, lingers_s: float = 0.0) -> None:
-        """As SIGKILL does: no word to anybody. A kernel that gives its memory back first closes the sockets later."""
+        """Kill the process, as SIGKILL does. Its sockets stay open for ``lingers_s``, as when the kernel frees its
+        memory first."""
         self.gone = True
         self.process.die()
         if lingers_s:
@@ -312,7 +317,7 @@ class SimulatedWorker:
         self.unmap()
 
     def unmap(self) -> None:
-        """What the kernel takes back of a process that has died: its own pool, and its view of others'."""
+        """Release what the kernel unmaps of a dead process: its own pool, and its view of others' pools."""
         if isinstance(self.worker, PrefillWorker):
             self.system.pools.of(self.worker.incarnation).close()
         else:
@@ -323,7 +328,7 @@ class SimulatedWorker:
 
 @dataclass(eq=False)
 class SimulatedClient:
-    """Sends one request and knows what must come back."""
+    """Sends one request and checks its answer against the oracle's."""
 
     system: System
     number: int
@@ -331,10 +336,10 @@ class SimulatedClient:
     sampling: SamplingParams
     n: int
     stop_after: dict[int, int] = field(default_factory=dict)
-    """Choices that end for a reason of the client's (a stop string) after so many tokens."""
+    """Choices that the coordinator ends (as by a stop string), and after how many tokens."""
     priority: int = 0
     open_ended: bool = False
-    """Whether an answer that is shorter is one, too."""
+    """Whether a shorter answer is acceptable, as without a token limit."""
     output: list[list[int]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     ticket: RequestRecord | None = None
@@ -343,10 +348,10 @@ class SimulatedClient:
     ended_at: float = 0.0
     longest_gap: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    """The longest of each choice, between two of its tokens."""
+    """The longest gap between two tokens of each choice, in seconds."""
     record: Record = field(default_factory=Record)
     crowded_out: list[tuple[float, float]] = field(default_factory=list)
-    """See :class:`Pause`; since its last token."""
+    """Since the last token; see :class:`Pause`."""
 
     def __post_init__(self) -> None:
         self.output = [[] for _ in range(self.n)]
@@ -393,7 +398,7 @@ class SimulatedClient:
             self.system.coordinator.dispatcher.abort(self.ticket)
 
     def cut(self) -> None:
-        """The coordinator has died."""
+        """End the request because the coordinator has died."""
         if self.ticket is not None and not self.over:
             self._end("cut")
 
@@ -474,18 +479,18 @@ class SimulatedCoordinator:
 
 
 class System:
-    """A coordinator, workers by name, clients; ``problems`` are what a check has found.
+    """A coordinator, workers by name, and clients. ``problems`` lists what the checks have found.
 
-    ``one_fault``: there is somebody else to go to, so a fault excuses nothing but its beginning.
+    With ``one_fault``, requests can always move to another worker, so a fault excuses only its beginning.
     """
 
     def __init__(self, rng: Random, *, one_fault: bool = False) -> None:
         self.rng, self.one_fault = rng, one_fault
         self.horizon = HORIZON_TOKENS if one_fault else rng.choice((HORIZON_TOKENS, 2))
-        """A short one promises too much: sequences are parked."""
+        """The router's horizon in tokens; with a short one it promises too much, and sequences are parked."""
         self.no_prefill: NoPrefillPolicy = "local" if one_fault else rng.choice(("local", "local", "wait", "reject"))
         self.pace = 1.0 if one_fault else rng.choice((1.0,) * 8 + (20.0, 100.0))
-        """A step takes so many times 4 ms and more: with the largest up to a second."""
+        """Factor on the duration of steps, which is 4 ms or more; with the largest, a step takes up to a second."""
         self.ranked = not one_fault and rng.random() < 0.3
         """Whether requests differ in priority."""
         self.clock = Clock()
@@ -494,7 +499,8 @@ class System:
         self.pools = Pools()
         self.strikes: list[Strike] = []
         self.unheard: list[Strike] = []
-        """Noise that keeps a worker away: it took what one joins with, or so many beats that it was taken for dead."""
+        """Noise that kept a worker away: it dropped a message needed to join, or so many heartbeats that the worker was
+        declared dead."""
         self.slowest_s = 0.0
         """The longest step that was not a hang."""
         self.numbers = iter(range(1, 1 << 30))
@@ -504,22 +510,22 @@ class System:
         self.clients: list[SimulatedClient] = []
         self.running = 0
         self.poison: Callable[[Batch], None] = lambda batch: None
-        """Looks at what a worker is about to compute, and may raise."""
+        """Called with each batch before it is computed; may raise Poisoned."""
         self.stalled = False
-        """Whether the coordinator was stopped once: it cannot be on time."""
+        """Whether the coordinator was ever stopped, so that it may miss deadlines."""
         self.lossy: set[str] = set()
         """Workers whose line to the coordinator loses messages."""
         self.suspects: set[str] = set()
         """Workers that had a reason to be silent."""
         self.problems: list[str] = []
-        """Also what is found where the real code would swallow an exception."""
+        """Collected, since the real code would swallow an exception raised in some places."""
         self._events = 0
-        """Since the last look for stragglers."""
+        """Number of events since the last check for stragglers."""
         self._look_for_stragglers()
 
     @property
     def sick(self) -> bool:
-        """Whether there is a worker that fails whatever it is given."""
+        """Whether there is a worker that fails every request."""
         return any(worker.engine.sick for worker in self.workers.values())
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -529,14 +535,15 @@ class System:
         self.workers[name] = SimulatedWorker(self, name, self.shapes[name])
 
     def kill_worker(self, name: str, seconds: float = 0.0, lingers_s: float = 0.0) -> None:
-        """It comes back, if at all, after so long; its sockets are open for ``lingers_s``."""
+        """Kill a worker. ``seconds`` is the time until it is restarted, if it is; ``lingers_s`` the time for which its
+        sockets stay open."""
         if not (worker := self.workers[name]).gone:
             worker.kill(lingers_s)
             self.network.count("killed")
             self.struck(name, seconds=seconds, deadly=True)
 
     def start_worker(self, name: str) -> None:
-        """Again, after it has died or left."""
+        """Start a worker again, unless it still runs."""
         if self.workers[name].gone:
             self.workers[name] = SimulatedWorker(self, name, self.shapes[name])
 
@@ -547,7 +554,7 @@ class System:
             client.cut()
 
     def start_coordinator(self, pause_s: float) -> None:
-        """Again, after a pause."""
+        """Start the coordinator again after a pause of ``pause_s`` seconds."""
         heard = [name for name, worker in self.workers.items() if worker.awake and name not in self.suspects]
         held = {name: self.workers[name].worker.holdings() for name in heard}
         if pause_s > LONGEST_HOLD_S and any(held.values()):
@@ -555,7 +562,7 @@ class System:
         self.coordinator = SimulatedCoordinator(self)
 
     def struck(self, *ends: str, seconds: float = 0.0, deadly: bool = False) -> None:
-        """A fault begins now, at one part or on the line between two."""
+        """Record a fault that begins now, of one process or of the line between two, and lasts ``seconds``."""
         ended = self.clock.now + (0.0 if self.one_fault else seconds)
         self.strikes.append(Strike(frozenset(ends), self.clock.now, ended, deadly))
 
@@ -566,7 +573,7 @@ class System:
                 self.not_heard(connection.dealer.process.name)
 
     def not_heard(self, name: str) -> None:
-        """Noise keeps this worker away from now on, until it knocks or beats again."""
+        """Record that noise has kept this worker from joining or from being heard."""
         self.unheard.append(Strike(frozenset((name, COORDINATOR)), self.clock.now, self.clock.now))
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -575,7 +582,7 @@ class System:
         self.problems.append(f"at {self.clock.now:.4f} s: {problem}")
 
     def step(self) -> None:
-        """The next event; AssertionError if anything has been found wrong."""
+        """Run the next event. Raises AssertionError if a check has found a problem."""
         if not self.clock.step():
             raise Broken("nothing will ever happen again")
         self._events += 1
@@ -589,27 +596,27 @@ class System:
             raise Broken("; ".join(self.problems))
 
     def crowds_out(self, name: str, requests: set[RequestId], began: float, ended: float) -> None:
-        """The worker ``name`` has no room for these meanwhile."""
+        """Record that the worker ``name`` has no room for these requests in this period."""
         for client in self.clients if requests else ():
             here = any(name in each.workers and each.ended > began for each in client.record.attempts[-1:])
             if here and client.id in requests:
                 client.crowded_out.append((began, ended))
 
     def leaves_unplaced(self, began: float, ended: float) -> None:
-        """A step of a worker that decodes, while none has room for what is lost and waits."""
+        """Record a decode step during which no worker has room for requests that wait to be placed."""
         unplaced = self.coordinator.dispatcher.without_room()
         for client in self.clients if unplaced else ():
             if client.id in unplaced:
                 client.crowded_out.append((began, ended))
 
     def look_at(self, worker: SimulatedWorker) -> None:
-        """After each turn: what is cheap enough to be checked always."""
+        """Run the checks that are cheap enough for every turn."""
         cache = worker.worker.cache
         if cache.strays():
             raise Broken(f"{worker.name} has blocks of closed tables: {cache.leaks()}")
 
     def _look_for_stragglers(self) -> None:
-        """Twice a second: a worker that can hear has let go of what is over."""
+        """Check, twice a second, that reachable workers have dropped requests that ended."""
         now, self._events = self.clock.now, 0
         over = {client.id: now - client.ended_at for client in self.clients if client.over}
         for name, worker in self.workers.items():
@@ -621,16 +628,16 @@ class System:
         self.clock.after(0.5, self._look_for_stragglers)
 
     def look_at_quiet(self) -> None:
-        """At the end nothing is left anywhere."""
+        """Raise if anything is left anywhere."""
         if wrong := self.left_behind():
             raise Broken(f"left behind: {wrong}")
 
     def sore(self) -> bool:
-        """Whether some pair is not tried at present, as it has failed."""
+        """Whether a circuit breaker is open."""
         return any(each.state is BreakerState.OPEN for each in self.coordinator.router.breakers._breakers.values())
 
     def left_behind(self) -> dict[str, Any]:
-        """What is not over yet, by its name."""
+        """Return everything that is still in use, by a description."""
         dispatcher = self.coordinator.dispatcher
         left = {
             "tickets": dict(dispatcher.records), "queued requests": self.coordinator.admission.requests,
@@ -665,7 +672,7 @@ class System:
 
 
 def _ended(stream: list[int], sampling: SamplingParams) -> list[int]:
-    """``stream`` to the first token that ends it."""
+    """Return ``stream`` up to and including the first token that ends it."""
     ends = (at + 1 for at, token in enumerate(stream) if token in sampling.ending_token_ids)
     return stream[: next(ends, None)]
 

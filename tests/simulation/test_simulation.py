@@ -1,7 +1,7 @@
-"""Histories of the whole system on virtual time, and the proof that they would notice: known bugs brought back.
+"""Plays histories of the whole system on virtual time, and verifies that they catch known bugs.
 
-Histories run in an interpreter of their own, in which the order of sets is fixed: a seed that fails replays exactly
-with ``python -m tests.simulation --seeds SEED``. Each must also be the one that was frozen: ``tests/golden/README.md``.
+Histories run in a separate interpreter with a fixed iteration order of sets, so that a failing seed replays exactly
+with ``python -m tests.simulation --seeds SEED``. Each must also equal its frozen history: ``tests/golden/README.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.golden.mutations import seed_of
 from tests.simulation.mutations import MUTATIONS
 
 SEEDS, SAMPLED_SEEDS, CHUNK = 2000, 500, 50
-"""Histories in all, with ``--sample``, and of one test."""
+"""Number of histories by default, with ``--sample``, and per test."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def test_histories(first: int) -> None:
 
 @pytest.fixture(scope="module")
 def caught() -> set[str]:
-    """Known bugs that the histories which ``tests/golden/mutations.txt`` names catch; without them these are clean."""
+    """Return the bugs caught by their histories in ``tests/golden/mutations.txt``, which pass without the bugs."""
     command = [sys.executable, "-m", "tests.golden.mutations"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
