@@ -40,8 +40,8 @@ from common.platform import device
 _REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """Exceptions that torch and modelling code raise when one request's numbers are impossible or too large."""
 _WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
-"""Most rows and most sequences of a warm-up step: enough to reach all kernels. Hundreds of rows would take a model of
-billions of parameters seconds on a CPU."""
+"""Most rows and most sequences of a warm-up step: enough to get the kernels compiled. Hundreds of rows would take a
+model of billions of parameters seconds on a CPU."""
 
 
 class PagedAttention:
@@ -282,9 +282,10 @@ def load_engine(
     """Load, check and prepare a model; StartError, in words, if it cannot be served here.
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode), for which oneDNN packs
-    weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``.
-    Rotary variants that look at the whole batch are frozen for ``max_model_len`` if given, else for the model's own
-    length (never for what the pool holds), so that workers with pools of different sizes agree.
+    weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``
+    (default: :func:`common.platform.device.kv_budget`). Rotary variants that look at the whole batch are frozen for
+    ``max_model_len`` if given, else for the model's own length (never for what the pool holds), so that workers with
+    pools of different sizes agree.
     """
     machine = device.probe_cpu()
     chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)

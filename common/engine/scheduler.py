@@ -235,8 +235,8 @@ class Planner:
         return self.max_tokens - len(step.segments)
 
     def _next_in_turn(self, ready: list[_Entry]) -> list[_Entry]:
-        """Return whose turn it is among ``ready`` and the first sequence with a chunk: by priority, within one priority
-        those whose last turn was longest ago."""
+        """Return the entries whose turn it is, among ``ready`` and the first running one with a chunk to compute: by
+        priority, and within one priority those whose last turn was longest ago."""
         chunk = [entry for entry in self._running if entry.sequence.missing > 1][:1]
         if len(ready) + len(chunk) <= self.max_sequences:
             return ready

@@ -179,8 +179,8 @@ def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
     """Return whether our own linear layers of ``dtype`` are faster on this processor than oneDNN's.
 
     For float32 they are with AVX2 or AVX-512. For bfloat16 they need bfloat16 instructions, and must use AMX tiles
-    where the processor has them. With ``int8`` weights they always are (except for float16, which they lack): torch's
-    own operator is slow.
+    where the processor has them. With ``int8`` weights they always are (except for float16, which they do not support):
+    torch's own operator is slow.
     """
     library = cpu.library()
     if library is None or dtype == torch.float16:

@@ -22,8 +22,8 @@ NOTICE_S = 2.0
 
 
 def read_secret(path: Path, flag: str) -> bytes:
-    """Return the content of ``path``. StartError, which names ``flag``, if the file cannot be read, is larger than
-    MAX_BYTES, or can be read or written by other users.
+    """Return the content of ``path``. StartError if other users can read or write the file, or, naming ``flag``, if it
+    cannot be read or has more than MAX_BYTES bytes.
 
     The mode must be 0600 or stricter. A file of root that belongs to a group of ours (a Kubernetes secret with
     ``fsGroup`` and ``defaultMode: 0440``) may be readable by that group, since this process could not change that.

@@ -62,8 +62,8 @@ SWEEP_S = 0.1
 """Interval between checks of the lease, the connection and deadlines."""
 PUBLISH_S = 0.05
 """Interval, while steps follow one another, at which a worker updates the snapshot that heartbeats report and announces
-cached prefixes. After every step it would send a message per step, since some stream has nearly always just filled a
-block."""
+cached prefixes. Announcing after every step would send a message per step, since some stream has nearly always just
+filled a block."""
 TRIAL_S = 5.0
 """Deadline of a link trial. One that takes longer never ends: the peer was short of blocks, or is gone."""
 LONELY_S = 5.0

@@ -21,9 +21,9 @@ Hello arrives, and one Hello is enough."""
 RETRY_S = 1.0
 """Seconds between two Hellos while another worker has this worker's name."""
 RECONNECT_S = 2.0
-"""Seconds after which to dial again. Over a connection, a Hello unanswered for so long was lost, with an earlier
-connection or because this one no longer carries anything. Without one, because our key is refused, the coordinator's
-list of keys may have been corrected by then."""
+"""Seconds without an answer to Hello after which to dial again. If there is a connection, the Hello was lost: with an
+earlier one, or because this one no longer carries anything. If there is none, because our key is refused, the
+coordinator's list of keys may have been corrected by then."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

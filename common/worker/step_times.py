@@ -14,7 +14,7 @@ from collections import deque
 REMEMBERED = 32
 """Durations remembered per size, and over all sizes."""
 FIRST_STEP_S = 30.0
-"""Expected before any duration is known."""
+"""Expected duration in seconds before any is known."""
 
 
 class _Last:
@@ -59,7 +59,7 @@ class StepTimeEstimator:
         self.last = seconds
 
     def expect(self, tokens: int, attended: int) -> float:
-        """Return how many seconds a step of ``tokens`` tokens, attending to ``attended`` positions, may well take."""
+        """Return an upper estimate in seconds for a step of ``tokens`` tokens, attending to ``attended`` positions."""
         took = self._sizes
         if not took:
             return FIRST_STEP_S
