@@ -1,12 +1,12 @@
-"""How many bytes the senders of one receiver may have on their way, in all, per peer and per transfer.
+"""Limits on the bytes in flight to one receiver: in total, per peer and per transfer.
 
-Pure. A transfer's credit is a place in its byte stream before which its sender may begin frames (much as QUIC's
-limits, RFC 9000 section 4). The place only ever moves forward, so what the sender may have on its way is exactly that
-place less what has landed, and lost or overtaken answers change nothing.
+Pure. A transfer's credit is an offset in its byte stream; its sender may begin frames before that offset (much as with
+QUIC's limits, RFC 9000 section 4). The offset only moves forward. The bytes in flight are therefore at most that offset
+minus the bytes landed, and lost or reordered answers do no harm.
 
-A transfer that has sent nothing yet may wait long for its prompt's turn. All of those together hold half of the bytes
-at most; the other half turns over among the transfers that send, in equal shares. Nothing here can lock up, because a
-sender may always have one frame on its way, whatever its credit.
+A transfer that has sent nothing yet may wait long for its prompt to be computed. All such transfers together hold at
+most half of the bytes; the transfers that are sending share the rest equally. There is no deadlock, because a sender
+may always have one frame in flight, whatever its credit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Account:
 
 
 class CreditBook:
-    """Lends at most ``total_bytes`` in all, ``peer_bytes`` to the transfers of one peer, ``transfer_bytes`` to one."""
+    """Lends credit: at most ``total_bytes`` in all, ``peer_bytes`` per peer and ``transfer_bytes`` per transfer."""
 
     def __init__(
         self, total_bytes: int = TOTAL_BYTES, peer_bytes: int = PEER_BYTES, transfer_bytes: int = TRANSFER_BYTES
@@ -49,11 +49,11 @@ class CreditBook:
         return len(self._accounts)
 
     def held(self, peer: Hashable | None = None) -> int:
-        """Bytes lent and not landed, by one peer or in all."""
+        """Return the bytes lent and not landed, of one peer or in all."""
         return sum(account.held for account in self._accounts.values() if peer is None or account.peer == peer)
 
     def open(self, transfer: TransferId, peer: Hashable) -> int:
-        """Credit in bytes for a transfer that begins; the same again if it is open already."""
+        """Open a transfer and return its credit in bytes; idempotent."""
         account = self._accounts.get(transfer)
         if account is None:
             account = self._accounts[transfer] = _Account(peer)
@@ -61,7 +61,8 @@ class CreditBook:
         return account.held
 
     def landed(self, transfer: TransferId, landed_bytes: int) -> int:
-        """Credit in bytes beyond ``landed_bytes``, which is what has arrived of an open transfer so far."""
+        """Record that ``landed_bytes`` of an open transfer have landed so far; return its credit in bytes beyond
+        them."""
         account = self._accounts[transfer]
         if landed_bytes > account.landed:
             account.landed = landed_bytes
@@ -70,11 +71,11 @@ class CreditBook:
         return account.held
 
     def close(self, transfer: TransferId) -> None:
-        """The transfer is over, in whatever way. Unknown ones are fine."""
+        """End a transfer and take its credit back; unknown transfers are ignored."""
         self._accounts.pop(transfer, None)
 
     def _share(self, mine: _Account, total: int, peer_total: int) -> int:
-        """What ``mine`` may hold of these sums: no more than is free, and than its like would get as well."""
+        """Return what ``mine`` may hold: at most what is free, and at most an equal share among transfers like it."""
         others = [account for account in self._accounts.values() if account is not mine]
         of_peer = [account for account in others if account.peer == mine.peer]
         share = self.transfer_bytes

@@ -1,8 +1,8 @@
-"""The header in front of KV bytes: which cells of which transfer a frame carries.
+"""The frame header in front of KV bytes: which cells of which transfer the frame carries.
 
-Fixed size, little-endian, checked before anything else is believed. A frame covers a rectangle of (layers × tokens) in
-the canonical layout of :mod:`common.kv.layout`; its checksum is XXH3-64 over the canonical bytes of that rectangle, no
-matter how they travel, and may be left to the Commit, which has one of all frames. MessagePack never touches KV bytes.
+The header has a fixed size, is little-endian and is verified first. A frame covers a rectangle of (layers × tokens) in
+the canonical layout of :mod:`common.kv.layout`. Its checksum is the XXH3-64 of the rectangle's canonical bytes, on
+every link. The checksum may be omitted, since Commit carries one over all frames. MessagePack never touches KV bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHECKSUM = struct.Struct("<Q")
 MAGIC = b"TKV3"
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 UNSAID = 0
-"""In place of a checksum: the Commit tells."""
+"""In place of a checksum: only Commit's checksum covers this frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class FrameHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> FrameHeader:
-        """Damaged if ``data`` is not what anybody has packed, WireError if what was packed is no header of non-empty
-        cells."""
+        """Parse a header. Raises Damaged if its size or checksum is wrong, and WireError if the checksum is right but
+        the content is not a header of a non-empty rectangle."""
         if len(data) != HEADER_BYTES:
             raise Damaged(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
         fields = data[: _FIELDS.size]
@@ -84,10 +84,10 @@ class FrameHeader:
 
 
 def checksum_of(data: Bytes) -> int:
-    """XXH3-64 of canonical bytes (https://xxhash.com); the hash releases the interpreter lock."""
+    """Return the XXH3-64 (https://xxhash.com) of canonical bytes; releases the interpreter lock."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 
 def fold(total: int, checksum: int) -> int:
-    """The checksum of a whole transfer: its frames' checksums, in order."""
+    """Fold one more frame's ``checksum`` into ``total``, the checksum of the transfer so far (0 at first)."""
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", total, checksum))

@@ -1,9 +1,9 @@
-"""How the two ends of a hand-off show each other, in the open, that the coordinator has brought them together.
+"""Proofs by which the two workers of a hand-off authenticate each other over an unencrypted connection.
 
-Both were told the same token over the control channel. It never travels between them: what does is a keyed BLAKE2b hash
-(RFC 7693) of it, the transfer and the direction: neither end can be played by somebody who only knows addresses. The
-hash in a Commit is over all that it says, so that what somebody says who has only read the others' messages is not
-accepted.
+The coordinator sends both the same token over the control channel. The token itself never travels between them; a
+BLAKE2b hash (RFC 7693) keyed with it does, over the transfer and the kind of message. A process that only knows
+addresses can impersonate neither of them. The hash in a Commit also covers the whole message, so that a process that
+has merely read their messages cannot forge one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _Shown = Literal["open", "grant", "commit"]
 
 
 def proof(token: bytes, transfer: TransferId, message: _Shown, said: bytes = b"") -> bytes:
-    """What ``message`` of ``transfer`` carries, which says ``said`` besides; 16 bytes. ``token`` has at most 64."""
+    """Return the 16-byte proof for ``message`` of ``transfer`` with content ``said``; ``token`` has at most 64
+    bytes."""
     hashed = transfer.request + struct.pack("<Q", transfer.attempt) + message.encode() + said
     return hashlib.blake2b(hashed, key=token, digest_size=PROOF_BYTES).digest()
 
 
 def proves(shown: bytes, token: bytes, transfer: TransferId, message: _Shown, said: bytes = b"") -> bool:
-    """Whether ``shown`` is that proof; takes the same time for every wrong one."""
+    """Return whether ``shown`` is that proof, in constant time."""
     return hmac.compare_digest(shown, proof(token, transfer, message, said))
 
 
 def proven(commit: Commit, token: bytes) -> Commit:
-    """``commit`` with the proof that it comes from who holds ``token``, and says what it said there."""
+    """Return ``commit`` with its proof: the sender holds ``token`` and sent exactly this content."""
     shown = proof(token, TransferId(commit.request, commit.attempt), "commit", _said(commit))
     return msgspec.structs.replace(commit, proof=shown)
 
 
 def is_proven(commit: Commit, token: bytes) -> bool:
-    """Whether ``commit`` carries that proof."""
+    """Return whether ``commit`` carries a valid proof."""
     return proves(commit.proof, token, TransferId(commit.request, commit.attempt), "commit", _said(commit))
 
 

@@ -1,8 +1,8 @@
-"""Which cells to send next, while later ones are still being computed.
+"""The order in which KV cells are sent while later ones are still being computed.
 
 Pure. A transfer covers (layers × tokens ``[have, total)``). Prefill computes chunk after chunk of tokens, and within a
 chunk layer after layer; the outbox turns that progress into rectangles of about ``target_bytes``, oldest chunk first.
-A layer of one block that is larger than that is cut between its tokens.
+If one layer of one block is larger than that, it is cut between tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from common.kv.layout import KvLayout
 from kvtransfer.frames import Rectangle
 
 TARGET_BYTES = 1 << 20
-"""Large enough that a frame's fixed cost vanishes, small enough to overlap with computing and to pace the receiver."""
+"""Size of a frame: large enough to make its fixed cost negligible, small enough to overlap with computation and to pace
+the receiver."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """A chunk of tokens of which ``ready`` layers are computed and ``sent`` layers are on their way."""
+    """A chunk of tokens; its first ``ready`` layers are computed, and its first ``sent`` layers were handed out."""
 
     first_token: int
     last_token: int
@@ -27,9 +28,9 @@ class _Span:
 
 
 def _span_tokens(layout: KvLayout, target_bytes: int) -> int:
-    """How many tokens travel together: as many whole blocks as the largest layer has room for in ``target_bytes``, or
-    about equal parts of one block if it has room for none. A frame is then less than twice that large, as long as one
-    token of a layer fits."""
+    """Return the number of tokens per frame: as many whole blocks of the largest layer as fit in ``target_bytes``, or
+    an equal part of a block if none fits. A frame is then smaller than twice ``target_bytes``, provided that one token
+    of a layer fits."""
     most = max(layer.elements for layer in layout.layers) * layout.element_bytes
     if blocks := target_bytes // (most * layout.block_size):
         return blocks * layout.block_size
@@ -38,7 +39,7 @@ def _span_tokens(layout: KvLayout, target_bytes: int) -> int:
 
 
 class Outbox:
-    """Progress in, rectangles out; every cell exactly once, per layer in token order."""
+    """Turns progress into rectangles to send: each cell exactly once, and within a layer in token order."""
 
     def __init__(self, layout: KvLayout, have: int, total: int, target_bytes: int = TARGET_BYTES) -> None:
         if not 0 <= have < total:
@@ -46,7 +47,7 @@ class Outbox:
         self.layout, self.total, self.target_bytes = layout, total, target_bytes
         self._layers = len(layout.layers)
         self._spans: list[_Span] = []
-        self._covered = have  # tokens that belong to a span, or that the receiver has
+        self._covered = have  # tokens that belong to a span, or that the receiver already has
         self._span_tokens = _span_tokens(layout, target_bytes)
 
     @property
@@ -55,7 +56,8 @@ class Outbox:
         return self._covered == self.total and not self._spans
 
     def computed(self, tokens: int, layers: int) -> None:
-        """Layers ``[0, layers)`` of all tokens before ``tokens`` are computed (and all layers of earlier chunks)."""
+        """Record that layers ``[0, layers)`` of all tokens before ``tokens``, and all layers of earlier chunks, are
+        computed."""
         if tokens > self._covered:
             for span in self._spans:
                 span.ready = self._layers
@@ -67,17 +69,17 @@ class Outbox:
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`next` has a rectangle to give."""
+        """Whether :meth:`next` would return a rectangle."""
         return self._find() is not None
 
     def next(self) -> Rectangle | None:
-        """The next rectangle worth sending, or None until more is computed."""
+        """Hand out the next rectangle, or return None until enough is computed."""
         found = self._find()
         return self._take(*found) if found is not None else None
 
     def _find(self) -> tuple[_Span, int] | None:
-        """The span to send of, and up to which layer. A layer of a later span waits for the same layer of the span
-        before it: the receiver takes a layer's tokens in order."""
+        """Return the span to send from and the layer to stop at. A layer of a later span waits for the same layer of
+        the span before it, since the receiver accepts the tokens of a layer in order only."""
         before = self._layers
         for span in self._spans:
             last, size, ready = span.sent, 0, min(span.ready, before)

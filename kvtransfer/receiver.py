@@ -1,9 +1,9 @@
-"""All incoming hand-offs of one decode worker: sessions, the socket and links put together.
+"""The receiving side of all hand-offs of one decode worker: combines sessions, the socket and links.
 
-The worker says what it expects (blocks are reserved by then); a hand-off is granted when both that and the sender's
-announcement are there, in either order. A frame is checked against the reservation before a byte is copied: one of an
-unknown, expired or older transfer touches nothing. What is over comes back as :class:`Landed` or
-:class:`TransferFailed`.
+The worker announces what it expects, with blocks reserved for it. A hand-off is granted once both this reservation and
+the sender's Open are there, in either order. Each frame is checked against the reservation before a byte is copied;
+frames of unknown, expired or older transfers write nothing. :meth:`Receiver.pump` returns the hand-offs that ended, as
+:class:`Landed` or :class:`TransferFailed`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from kvtransfer.source_pools import Connecting, Sources
 log = logging.getLogger("tandem.kv")
 
 MAX_EARLY = 4096
-"""Announcements that came before their reservation; the oldest are forgotten, their senders announce again. One takes
-some 5 KB at most, and 64 KiB more where it says how NIXL reads a pool and this side can."""
+"""Most announcements kept without a reservation; the oldest are forgotten, and their senders announce again. One takes
+about 5 KB, and up to 64 KiB more with the metadata by which NIXL reads a pool."""
 
 
 ACKNOWLEDGED_BYTES = TRANSFER_BYTES // 2
-"""Frames that land in one turn are acknowledged together, but for so many bytes at once: their sender goes on."""
+"""Frames that land in one call of ``pump`` are acknowledged together, but at least once per so many bytes, so that
+their sender can go on."""
 
 MAX_PULLS = 64
-"""Frames of one transfer that wait for an earlier one, which is being fetched; what comes then is repeated."""
+"""Most frames of one transfer that wait while an earlier one is being read; further ones are dropped and
+retransmitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Everything has arrived and is right; the blocks may become visible."""
+    """Everything has arrived and matches the Commit; the blocks may become visible."""
 
     transfer: TransferId
     commit: Commit
@@ -57,7 +59,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The hand-off is over without success; the reservation's blocks must be dropped. ``told``: by the sender."""
+    """The hand-off failed; the reservation's blocks must be dropped. ``told``: the sender cancelled it."""
 
     transfer: TransferId
     reason: str
@@ -66,7 +68,7 @@ class TransferFailed:
 
 @dataclass(slots=True)
 class _Early:
-    """An announcement for which nothing is reserved yet, made last ``at``; ``told_ms`` as in :class:`_Incoming`."""
+    """An Open without a reservation, last received ``at`` (seconds); ``told_ms`` is as in :class:`_Incoming`."""
 
     peer: bytes
     said: Open
@@ -76,9 +78,10 @@ class _Early:
 
 @dataclass(slots=True)
 class _Incoming:
-    """One hand-off; ``announced`` by ``peer``, granted when there is a ``link``. ``told_ms``: how long the sender was
-    told last that a step of ours may take. ``pulls``: frames in order, of which the first is being fetched, and
-    ``commit`` if that has come behind them. ``acknowledged_bytes``: of what has landed."""
+    """One hand-off with a reservation. ``peer`` is the socket identity of its sender, b"" until ``announced`` (its
+    Open) has come; it is granted once there is a ``link``. ``told_ms``: the step duration last sent to the sender.
+    ``pulls``: frames in order, the first of which is being read; ``commit``: a Commit that came behind them.
+    ``acknowledged_bytes``: how much of what has landed was acknowledged."""
 
     session: ReceiverSession
     table: Sequence[BlockId]
@@ -93,8 +96,9 @@ class _Incoming:
 
 
 class Receiver:
-    """``transport`` is auto, shm, zmq or nixl; auto is shared memory when the sender's pool can be mapped, else ZeroMQ.
-    StartError if it cannot be had here."""
+    """Receives KV from any number of prefill workers into ``memory``. ``transport`` is auto, shm, zmq or nixl; auto
+    means shared memory if the sender's pool can be mapped, else ZeroMQ. Raises StartError if it is not available
+    here."""
 
     def __init__(
         self,
@@ -119,9 +123,9 @@ class Receiver:
         self._sources = Sources(channels, self._limits.lease_s, self._nixl)
         self._ended: list[Landed | TransferFailed] = []
         self._to_acknowledge: dict[TransferId, _Incoming] = {}
-        """Of which frames have landed in this turn, or were repeated."""
+        """Transfers of which frames have landed, or were retransmitted, in this call of :meth:`pump`."""
         self.step_s = 0.0
-        """How long the worker's steps take, in which nothing is answered here."""
+        """Duration of the worker's steps, during which nothing is answered here."""
         self.bad_messages = 0
         self.strikes = PeerBanList()
         self.stale_frames = 0
@@ -131,21 +135,22 @@ class Receiver:
 
     @property
     def waited_for(self) -> int:
-        """Hand-offs that want answers from here, also those for which nothing is reserved yet."""
+        """Number of hand-offs whose senders await answers, including those without a reservation yet."""
         return len(self) + len(self._early)
 
     # -- from the worker ----------------------------------------------------------------------------------------------
 
     def limit(self, limits: TransferLimits) -> None:
-        """Hand-offs that begin from now on keep to ``limits``."""
+        """Apply ``limits`` to hand-offs that begin from now on."""
         self._limits = limits
         self._sources.lease_s = limits.lease_s
 
     def expect(
         self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], peer: Peer, now: float
     ) -> None:
-        """Blocks for ``tokens`` tokens are reserved in ``table``; the first ``have`` tokens are there already. Only a
-        sender that knows ``peer``'s token is granted them, and only KV of its element type is taken."""
+        """Expect a hand-off into ``table``, which has blocks for ``tokens`` tokens and already holds the first
+        ``have``. Only a sender that proves ``peer``'s token is granted it, and only KV of ``peer``'s element type is
+        accepted."""
         travels = replace(self._memory.layout, dtype=peer.dtype)
         session = ReceiverSession(transfer, travels, tokens, have, now, self._limits)
         self._incoming[transfer] = _Incoming(session, table, peer.token)
@@ -156,7 +161,7 @@ class Receiver:
                 self._bad(early.peer, str(error))
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
-        """Gives a hand-off up; nothing comes back for it. Unknown ones are fine."""
+        """Give a hand-off up; :meth:`pump` will not return it. Unknown hand-offs are ignored."""
         self._early.pop(transfer, None)
         self.credit.close(transfer)
         incoming = self._incoming.pop(transfer, None)
@@ -166,8 +171,8 @@ class Receiver:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
 
     def pump(self, clock: Callable[[], float], budget_s: float) -> list[Landed | TransferFailed]:
-        """Takes what arrived, one message at least and more for about ``budget_s`` seconds, runs the timers; returns
-        what is over."""
+        """Process what has arrived (at least one message, then more for about ``budget_s`` seconds) and run the timers.
+        Returns the hand-offs that ended."""
         now = clock()
         until = now + budget_s
         first = True
@@ -198,8 +203,8 @@ class Receiver:
         return ended
 
     def away(self, step_s: float) -> None:
-        """A step of about ``step_s`` seconds begins, in which nothing is answered here: whoever would lose patience is
-        told, unless it was told of one that long."""
+        """Announce that a step of about ``step_s`` seconds begins, during which nothing is answered here. Senders that
+        would give up meanwhile get a Heard with that duration, unless they already know of one that long."""
         self.step_s = max(self.step_s, step_s)
         if step_s * self._limits.busy_steps <= self._limits.no_progress_s:
             return
@@ -213,7 +218,7 @@ class Receiver:
         for transfer in list(self._incoming):
             self.cancel(transfer, "the decode worker stops")
         self._channels.unregister(self._socket)
-        self._socket.close(linger=200)  # lets the cancellations leave
+        self._socket.close(linger=200)  # so that the Cancel messages still leave
         self._sources.close()
         if self._nixl is not None:
             self._nixl.close()
@@ -221,7 +226,7 @@ class Receiver:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _bad(self, peer: bytes, why: str) -> None:
-        """A message made no sense; at the third one its sender is cut off, and what it was sending has failed."""
+        """Strike a peer for an invalid message. The third one bans it, and its hand-offs fail."""
         self.bad_messages += 1
         if self.strikes.strike(peer):
             log.warning("prefill peer %r is cut off, the last of its bad messages: %s", peer[:64], why)
@@ -260,7 +265,7 @@ class Receiver:
             if self._nixl is None:
                 message = msgspec.structs.replace(message, agent=b"")
             early = _Early(peer, message, now)
-            # what is said again by somebody else may have been read on its way: whoever said it first keeps the place
+            # an Open repeated by another peer may have been copied on its way: the first to send it keeps the place
             if transfer not in self._early or self._early[transfer].peer == peer:
                 self._early[transfer] = early
                 self._early.move_to_end(transfer)
@@ -271,7 +276,7 @@ class Receiver:
             self._grant(peer, message, now)
         elif incoming.peer == peer and not self._settled(incoming):
             incoming.session.renewed(now)
-            if not incoming.session.frames:  # the grant may have been lost
+            if not incoming.session.frames:  # the Grant may have been lost
                 self._answer(incoming)
 
     def _grant(self, peer: bytes, message: Open, now: float) -> None:
@@ -292,7 +297,8 @@ class Receiver:
             self._answer(incoming)
 
     def _connect(self, incoming: _Incoming, announced: Open, now: float) -> bool:
-        """Whether there is a link now, the best one; not yet while it is knocked at the sender's pool."""
+        """Choose the best link. True if there is one now; False while the sender's pool is being connected or has
+        failed."""
         link = self._choose_link(announced, incoming.session.layout, now)
         if link is None:
             why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
@@ -302,7 +308,7 @@ class Receiver:
         return incoming.link is not None
 
     def _answer(self, incoming: _Incoming) -> None:
-        """To an Open: the grant, or that it was heard."""
+        """Answer an Open: with the Grant, or with Heard while there is no link."""
         session, link = incoming.session, incoming.link
         transfer = session.transfer
         if link is None:
@@ -339,8 +345,8 @@ class Receiver:
             self._to_acknowledge[header.transfer] = incoming
 
     def _pull(self, incoming: _Incoming, now: float) -> None:
-        """Takes the frames that are there, in order, until one is still on its way. One that cannot be taken comes
-        again, and so does all behind it."""
+        """Place the queued frames in order, until one is still being read. If one cannot be placed, it and all behind
+        it are dropped, and the sender retransmits them."""
         session, link = incoming.session, incoming.link
         while incoming.pulls and link is not None:
             header, payload = incoming.pulls[0]
@@ -365,7 +371,7 @@ class Receiver:
             self._commit(incoming.peer, commit, incoming, now)
 
     def _acknowledge(self, transfer: TransferId) -> None:
-        """Says what has landed, or again that all was accepted; nothing of a transfer that is over."""
+        """Send what has landed, or Accept again; nothing for a transfer that is over."""
         incoming = self._to_acknowledge.pop(transfer)
         session = incoming.session
         if self._incoming.get(transfer) is not incoming or session.over:
@@ -386,7 +392,7 @@ class Receiver:
         session = incoming.session
         if not is_proven(commit, incoming.token):
             raise WireError(f"the commit of {transfer} is not the one that its sender has sent")
-        if session.state is TransferState.ACCEPTED:  # our answer was lost
+        if session.state is TransferState.ACCEPTED:  # our Accept was lost
             self._to_acknowledge[transfer] = incoming
             return
         if session.over or session.behind(commit):
@@ -406,7 +412,7 @@ class Receiver:
         self._reply(incoming.peer, Accept(transfer.request, transfer.attempt, incoming.session.bytes))
 
     def _reply(self, peer: bytes, message: Message) -> None:
-        send(self._socket, message, peer)  # a peer that is gone needs no answer
+        send(self._socket, message, peer)  # if the peer is gone the message is dropped
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -429,12 +435,12 @@ class Receiver:
     def _tick(self, now: float) -> None:
         self._sources.tick(now)
         while self._early and now - next(iter(self._early.values())).at > self._limits.lease_s:
-            self._early.popitem(last=False)  # who lives and means to send would have announced it again
+            self._early.popitem(last=False)  # a live sender would have announced it again
         for transfer, incoming in list(self._incoming.items()):
             session = incoming.session
             if session.over:
-                continue  # ended by what another one's sender was cut off for
-            if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated commit
+                continue  # its sender was banned in this loop, for another hand-off
+            if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated Commit
                 if now - session.progress_at > self._limits.lease_s:
                     del self._incoming[transfer]
                 continue
@@ -457,7 +463,7 @@ class Receiver:
 
     @property
     def reading(self) -> bool:
-        """Whether something of a sender's pool is on its way, which wakes nobody when it is there."""
+        """Whether a read of a sender's pool is under way; its completion wakes no poll."""
         return self._sources.knocking or any(incoming.pulls for incoming in self._incoming.values())
 
     def _uses(self) -> Iterator[tuple[SourcePool, float]]:

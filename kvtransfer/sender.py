@@ -1,8 +1,8 @@
-"""All outgoing hand-offs of one prefill worker: sessions, sockets and links put together.
+"""The sending side of all hand-offs of one prefill worker: combines sessions, sockets and links.
 
-The worker opens a transfer when a prompt arrives, reports progress after each layer, and finishes it with the first
-tokens; :meth:`Sender.pump` never waits. What ends comes back as :class:`Shipped` or :class:`Lost`, and the worker then
-drops the blocks: a source block is held until it is accepted, cancelled or expired.
+The worker opens a transfer when a prompt arrives, reports progress after each layer, and finishes the transfer with the
+first tokens. :meth:`Sender.pump` never blocks. It returns the transfers that ended, as :class:`Shipped` or
+:class:`Lost`. The worker must hold the source blocks until then.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ log = logging.getLogger("tandem.kv")
 IDLE_SOCKET_S = 60.0
 COPY_BELOW_BYTES = 65536
 QUEUE_BYTES = 256 << 20
-"""Handed to the sockets of all peers, once or again, of which it is not known that it has left. One socket may have as
-much as all together leave free, so a peer that hangs gets half at most and there is always something for the next."""
+"""Most payload bytes handed to the sockets of all peers that may not have left yet, retransmissions included. One
+socket may have as much as all together leave free: a peer that hangs takes half of it at most, the next one a
+quarter."""
 UNSUMMED_BYTES = 16 << 20
-"""Of one hand-off, whose checksums are left until its first tokens are known: what takes some milliseconds to read."""
+"""Most bytes of one hand-off whose checksums are left until its first tokens are known; reading them then takes a few
+milliseconds."""
 ASKING_BYTES = 16 << 20
-"""Beyond that, repetitions of a hand-off's oldest frame, which ask whether the peer is there and what it has."""
+"""Bytes beyond QUEUE_BYTES per peer for retransmissions of the oldest frame, which probe what the peer has received."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """What the commit carries beside the counts: one entry per choice, and ``figures`` of computing the prompt."""
+    """What Commit carries besides the counts: one entry per choice, and the ``figures`` of computing the prompt."""
 
     ids: bytes
     finish: tuple[int, ...]
@@ -55,7 +57,8 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """Decode has accepted everything. Times in seconds; ``exposed`` is what computing did not hide."""
+    """Decode has accepted the transfer. ``exposed_seconds`` is the part of its duration that computation did not
+    hide."""
 
     transfer: TransferId
     link: str
@@ -66,7 +69,7 @@ class Shipped:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The transfer ended without being accepted; ``told`` if the other side said so (and reports it itself)."""
+    """The transfer ended without being accepted. ``told``: decode cancelled it, and reports that itself."""
 
     transfer: TransferId
     reason: str
@@ -75,9 +78,12 @@ class Lost:
 
 @dataclass(slots=True)
 class _Line:
-    """The socket to one decode incarnation. Payload bytes are counted as they are ``handed`` to it, and as they have
-    ``passed``: a line keeps its order, so when a frame is acknowledged all that was handed before it has left.
-    ``asked`` are those of repetitions for which nothing has passed yet."""
+    """The connection to one decode incarnation.
+
+    ``handed`` counts the payload bytes given to the socket, ``passed`` those known to have arrived: a connection keeps
+    the order, so an acknowledged frame proves that everything before it has arrived too. ``asked`` counts the bytes of
+    retransmitted oldest frames since the last progress. ``used_at`` and ``heard_at`` are times in seconds.
+    """
 
     socket: zmq.Socket[Any]
     used_at: float
@@ -92,7 +98,7 @@ class _Line:
         return self.handed - self.passed
 
     def pass_on(self, end: int) -> None:
-        """The first ``end`` bytes have left."""
+        """Record that the first ``end`` bytes have arrived."""
         if end > self.passed:
             self.asked = max(0, self.asked - (end - self.passed))
             self.passed = end
@@ -100,9 +106,8 @@ class _Line:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """``ends``: for each unacknowledged frame, how many bytes the line had been handed when it left first, and
-    ``seen`` how many had passed when the timers ran last. ``commit_due``: the commit leaves again, behind the frames
-    that do."""
+    """One hand-off. ``ends``: per unacknowledged frame, ``line.handed`` just after it was first sent. ``seen``:
+    ``line.passed`` when the timers last ran. ``commit_due``: send Commit (again) behind the frames that are due."""
 
     session: SenderSession
     line: _Line
@@ -115,19 +120,20 @@ class _Outgoing:
     seen: int = 0
 
     def stands_in_line(self) -> bool:
-        """Whether the oldest frame is still behind others' on the line, and these have moved since the last look."""
+        """Whether our oldest frame waits behind frames of others on the connection, and those have moved since last
+        time."""
         moved, self.seen = self.line.passed > self.seen, self.line.passed
         return moved and next(iter(self.ends.values()), 0) > self.line.passed
 
     def passed(self, frame: int) -> None:
-        """Frames up to ``frame`` inclusive have arrived."""
+        """Record that frames up to ``frame`` (inclusive) have arrived."""
         while self.ends and (number := next(iter(self.ends))) <= frame:
             self.line.pass_on(self.ends.pop(number))
 
 
 class Sender:
-    """``transport`` is auto, shm, zmq or nixl; the receiver chooses among what both sides allow. StartError if it
-    cannot be had here."""
+    """Sends KV to any number of decode workers. ``transport`` is auto, shm, zmq or nixl; the receiver chooses a link
+    that both sides allow. Raises StartError if ``transport`` is not available here."""
 
     def __init__(
         self,
@@ -144,7 +150,8 @@ class Sender:
         self._queue_bytes = queue_bytes
         self._incarnation, self._host_id = incarnation, host_id
         self._secret = channels.secret()
-        """Of the identity of its sockets: a router hands one over to its latest holder, who must be this sender."""
+        """Part of the identity of our sockets. A ROUTER moves an identity to the latest peer that claims it, so that it
+        must be unguessable."""
         self._limits = limits or TransferLimits()
         self._transport = transport
         self._endpoint = shm.PoolEndpoint(memory, incarnation) if transport in ("auto", shm.NAME) else None
@@ -162,7 +169,7 @@ class Sender:
         self._ended: list[Shipped | Lost] = []
         self._until = math.inf
         self.behind = False
-        """Whether the last :meth:`pump` ended for want of time: there is more to send at once."""
+        """Whether the last :meth:`pump` ran out of time with more to send."""
         self.bad_messages = 0
         self.strikes = PeerBanList()
 
@@ -180,12 +187,12 @@ class Sender:
     # -- from the worker ----------------------------------------------------------------------------------------------
 
     def limit(self, limits: TransferLimits) -> None:
-        """Hand-offs that begin from now on keep to ``limits``."""
+        """Apply ``limits`` to hand-offs that begin from now on."""
         self._limits = limits
 
     def open(self, transfer: TransferId, peer: Peer, tokens: int, table: Sequence[BlockId], now: float) -> None:
-        """Announces ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must stay until the end.
-        WireError if nothing can be sent there."""
+        """Announce a hand-off of ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must be held until
+        the hand-off ends. Raises WireError if ``peer`` is banned."""
         if self.strikes.out(peer.incarnation):
             raise WireError(f"{peer.name} is cut off: its messages made no sense")
         session = SenderSession(transfer, self._memory.layout, tokens, now, self._limits)
@@ -193,33 +200,35 @@ class Sender:
         self._announce(transfer, now)
 
     def computed(self, transfer: TransferId, table: Sequence[BlockId], tokens: int, layers: int, now: float) -> None:
-        """Layers ``[0, layers)`` of tokens ``[0, tokens)`` are in the pool: what is worth a frame leaves."""
+        """Record that layers ``[0, layers)`` of tokens ``[0, tokens)`` are in the pool, and send the frames that are
+        full."""
         if outgoing := self._outgoing.get(transfer):
             outgoing.table = table
             outgoing.session.computed(tokens, layers)
             self._push(outgoing, now)
 
     def finish(self, transfer: TransferId, first: FirstTokens, now: float) -> None:
-        """The first tokens are sampled; the commit leaves as soon as every frame has."""
+        """Record the sampled first tokens; Commit is sent as soon as every frame has been."""
         if outgoing := self._outgoing.get(transfer):
             outgoing.first, outgoing.finished_at = first, outgoing.finished_at or now
             self._push(outgoing, now)
 
     def withdraw(self, transfer: TransferId, now: float) -> None:
-        """What was computed of a transfer without a grant is in no block any more; it will be computed again."""
+        """Forget what was computed of a transfer without a grant: its blocks were freed, and it will be computed
+        again."""
         if self.granted(transfer):
             raise InvariantBroken(f"{transfer} has its grant, and its blocks are taken away")
         self.computed(transfer, [], 0, 0, now)
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
-        """Gives a transfer up; nothing comes back for it. Unknown ones are fine."""
+        """Give a transfer up; :meth:`pump` will not return it. Unknown transfers are ignored."""
         if outgoing := self._outgoing.pop(transfer, None):
             outgoing.session.end(TransferState.CANCELLED, reason)
             send(outgoing.line.socket, Cancel(transfer.request, transfer.attempt, reason))
 
     def pump(self, now: float, budget_s: float = math.inf) -> list[Shipped | Lost]:
-        """Takes what decode workers sent, runs all timers, then sends what may leave, for about ``budget_s`` seconds
-        at most; returns what ended."""
+        """Read the messages of decode workers, run all timers, then send what may be sent for about ``budget_s``
+        seconds at most. Returns the transfers that ended."""
         for line in list(self._lines.values()):
             self._drain(line, now)
         for outgoing in list(self._outgoing.values()):
@@ -237,7 +246,7 @@ class Sender:
             self.cancel(transfer, "the prefill worker stops")
         for line in self._lines.values():
             self._channels.unregister(line.socket)
-            line.socket.close(linger=200)  # lets the cancellations leave
+            line.socket.close(linger=200)  # so that the Cancel messages still leave
         self._lines.clear()
         for endpoint in (self._endpoint, self._nixl):
             if endpoint is not None:
@@ -248,7 +257,7 @@ class Sender:
     def _line(self, peer: Peer, now: float) -> _Line:
         line = self._lines.get(peer.incarnation)
         if line is None:
-            # names both ends: the line to an earlier process at this address is another peer than this one
+            # the identity names both ends: a connection to an earlier process at this address is a different peer
             name = f"{self._incarnation}|{peer.incarnation}|{self._secret}".encode()
             socket = self._channels.dealer(peer.address, name, to="decode")
             self._channels.register(socket)
@@ -257,9 +266,9 @@ class Sender:
         return line
 
     def _hang_up(self, line: _Line, now: float) -> None:
-        """The peer of ``line`` hangs: what libzmq still keeps for it is given back. Hand-offs that have not waited for
-        as long try a new connection, and repeat what was on its way."""
-        if line.queued:  # else it may just have left
+        """Close the connection to a peer that hangs, with all that libzmq has queued for it. Its other hand-offs, which
+        have not waited as long, get a new connection and retransmit what was in flight."""
+        if line.queued:  # else the worker may simply be gone
             log.warning("decode worker %s is silent: what was queued for it is dropped", line.peer.name)
         self._close(line, linger_ms=0)
         for outgoing in [each for each in self._outgoing.values() if each.line is line]:
@@ -267,7 +276,7 @@ class Sender:
             outgoing.ends.clear()
 
     def _close_idle(self, now: float) -> None:
-        """Lines of no hand-off; sooner where something may wait for a peer that is gone."""
+        """Close connections without hand-offs, sooner if bytes may be queued for a peer that is gone."""
         for line in list(self._lines.values()):
             patience_s = self._limits.lease_s if line.queued else IDLE_SOCKET_S
             unused = now - line.used_at > patience_s
@@ -298,7 +307,7 @@ class Sender:
                     return
 
     def _bad(self, line: _Line, why: str) -> bool:
-        """A message made no sense; True if its sender is cut off for that, and all hand-offs to it are lost."""
+        """Strike a peer for an invalid message. True if that bans it, which ends all hand-offs to it."""
         self.bad_messages += 1
         if not self.strikes.strike(line.peer.incarnation):
             return False
@@ -366,7 +375,7 @@ class Sender:
         send(outgoing.line.socket, message)
 
     def _push_in_turn(self, outgoing: _Outgoing, now: float) -> None:
-        """Whoever has sent something is the last to send the next time: when time is short, all come round."""
+        """Send, then move to the end of the queue if anything was sent: all get their turn even when time is short."""
         transfer, before = outgoing.session.transfer, outgoing.line.handed
         self._push(outgoing, now)
         if outgoing.line.handed > before:
@@ -396,8 +405,9 @@ class Sender:
         return outgoing.session.ready and self._has_room(outgoing)
 
     def _has_room(self, outgoing: _Outgoing) -> bool:
-        """Whether the queue of this peer has room. A hand-off with nothing on its way is never held up, and neither,
-        for a while, is the repetition of its oldest frame: when frames were lost, only that can empty a full queue."""
+        """Whether more may be queued for this peer. A hand-off with nothing in flight may always send a frame, and so
+        may retransmissions of its oldest frame, up to ASKING_BYTES: if frames were lost, only these can drain the
+        queue."""
         line, session = outgoing.line, outgoing.session
         if session.repeats_oldest and line.asked < ASKING_BYTES:
             return True
@@ -410,8 +420,8 @@ class Sender:
         session = outgoing.session
         payload, size, checksum = self._links[session.link].payload(session.transfer, outgoing.table, cells)
         header = what if isinstance(what, FrameHeader) else session.sent(what, size, checksum)
-        # libzmq copies small parts faster than it tracks them, and large ones must not be copied again; when its queue
-        # is full the frame stays unacknowledged and the resend timer brings it back
+        # libzmq copies small parts faster than it tracks them; large ones must not be copied again. If its queue is
+        # full, the frame stays unacknowledged and the timer retransmits it
         line = outgoing.line
         with contextlib.suppress(zmq.Again):
             line.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
@@ -420,8 +430,8 @@ class Sender:
         self._sum(outgoing, UNSUMMED_BYTES)
 
     def _sum(self, outgoing: _Outgoing, but_bytes: int = 0) -> None:
-        """Takes the checksums that are left to the Commit, of all frames but some of the last. Decode copies them
-        meanwhile, and the first tokens are on their way."""
+        """Compute checksums that the frames did not carry, until at most ``but_bytes`` of the last frames are without.
+        Done for Commit while decode copies the frames and after the first tokens were sent to the coordinator."""
         session = outgoing.session
         while session.unsummed and session.unsummed_bytes > but_bytes:
             cells = session.unsummed[0].cells

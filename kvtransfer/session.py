@@ -1,14 +1,14 @@
-"""The two state machines of one hand-off.
+"""The state machines of one hand-off, one for each side.
 
-Pure: events in, effects out, time as an argument. ``PROTOCOL.md`` says what travels between them:
+Pure: events in, effects out, time as an argument. ``PROTOCOL.md`` specifies the messages between them:
 
     sender    RESERVED ─ granted ► SENDING ─ all sent, first tokens known ► COMMITTING ─ accept ► ACCEPTED ► RELEASED
     receiver  RESERVED ─ first frame ► SENDING ─ commit, everything right ► ACCEPTED ─ released ► RELEASED
-    either    before ACCEPTED ─► EXPIRED (lease or no progress) | FAILED (what arrived is wrong) | CANCELLED (given up)
+    either    before ACCEPTED ─► EXPIRED (lease or no progress) | FAILED (wrong content) | CANCELLED (given up)
 
-Frames are numbered and taken strictly in order: a duplicate is dropped, a gap is answered with the last good number.
-The sender repeats by its own timer: once all that is not acknowledged, then the oldest frame. Nothing the receiver got
-is visible to anybody before ACCEPTED.
+Frames are numbered and accepted strictly in order: a duplicate is dropped, and a gap is answered with the last good
+number. The sender's own timer retransmits: first all unacknowledged frames once, then only the oldest. Received data
+becomes visible to batches and to the prefix cache with ACCEPTED only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TransferState(Enum):
 _S = TransferState
 ENDINGS = frozenset({_S.EXPIRED, _S.FAILED, _S.CANCELLED})
 Moves = dict[TransferState, frozenset[TransferState]]
-"""From each state that a machine knows to those that may follow it."""
+"""Each state of a machine, with the states that may follow it."""
 _OVER: Moves = {state: frozenset() for state in (_S.RELEASED, _S.EXPIRED, _S.FAILED, _S.CANCELLED)}
 SENDER_MOVES: Moves = {
     _S.RESERVED: frozenset({_S.SENDING, *ENDINGS}),
@@ -54,16 +54,20 @@ SENDER_MOVES: Moves = {
 RECEIVER_MOVES: Moves = {
     _S.RESERVED: frozenset({_S.SENDING, *ENDINGS}),
     _S.SENDING: frozenset({_S.ACCEPTED, *ENDINGS}),
-    _S.ACCEPTED: frozenset({_S.RELEASED, _S.CANCELLED}),  # the worker may drop what it has not taken over yet
+    _S.ACCEPTED: frozenset({_S.RELEASED, _S.CANCELLED}),  # cancelled before it became a sequence
     **_OVER,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Measures of a hand-off, times in seconds. Without an answer for ``no_progress_s``, or for ``busy_steps`` of the
-    steps that the other side says it takes, a sender gives up; ``lag_s`` is the pause between two looks at the timers
-    that is still no fault of our own. A frame has about ``frame_bytes``."""
+    """Timeouts and sizes of a hand-off, in seconds and bytes.
+
+    A sender gives up after ``no_progress_s`` without an answer, or after ``busy_steps`` of the receiver's steps if that
+    is longer. It retransmits after ``resend_s`` and renews the receiver's lease of ``lease_s`` every ``renew_s``. Of an
+    interval between two ticks, what exceeds ``lag_s`` counts as our own absence, not the peer's. Frames have about
+    ``frame_bytes``.
+    """
 
     no_progress_s: float = FailureTimes().timeout_s
     busy_steps: float = 4.0
@@ -75,13 +79,14 @@ class TransferLimits:
 
     @classmethod
     def told(cls, welcome: Welcome) -> TransferLimits:
-        """What a coordinator wants of the hand-offs between its workers."""
+        """Return the limits that a coordinator prescribes to its workers."""
         patience, renewal, lease = welcome.patience_ms, welcome.heartbeat_ms, welcome.lease_ms
         return cls(no_progress_s=patience / 1000, renew_s=renewal / 1000, lease_s=lease / 1000)
 
 
 class Session:
-    """What both sides share: the one door between the states of ``moves``, and the clock of the last progress."""
+    """The part that both sides share: the current state, the moves allowed from it, and the time of the last
+    progress."""
 
     moves: ClassVar[Moves]
 
@@ -103,7 +108,7 @@ class Session:
         return self.state in ENDINGS or self.state is TransferState.RELEASED
 
     def end(self, to: TransferState, why: str) -> bool:
-        """Gives up; False if it was over already (endings are idempotent)."""
+        """End the transfer without success; False if it was over already (endings are idempotent)."""
         if self.over:
             return False
         self.move(to, why)
@@ -111,7 +116,8 @@ class Session:
 
 
 class SenderSession(Session):
-    """The prefill side. ``link`` is the transport that decode chose; ``computed`` may come before the grant."""
+    """The prefill side. ``link`` is the transport that decode chose; :meth:`computed` may be called before the
+    grant."""
 
     moves = SENDER_MOVES
 
@@ -125,7 +131,7 @@ class SenderSession(Session):
         self._progress = (0, 0)  # tokens, layers computed
         self._unacked: deque[FrameHeader] = deque()
         self.unsummed: deque[FrameHeader] = deque()
-        """Frames whose checksums are not known yet."""
+        """Frames, in order, whose checksums have not been computed yet."""
         self.unacked_bytes = self.unsummed_bytes = 0
         self._again: deque[FrameHeader] = deque()
         self._resent_at = now
@@ -135,10 +141,10 @@ class SenderSession(Session):
         self._ticked_at = now
 
     def heard(self, step_s: float, now: float) -> None:
-        """Decode knows of the transfer; one of its steps, in which it answers nothing, takes about ``step_s``.
+        """Record an answer to an announcement. ``step_s`` is the duration of decode's steps; it answers between them.
 
-        Before the grant there is no more to hear, so that is progress. After it only frames that land are: a grant
-        that is said again and again says that none does.
+        Before the grant no other answer can be expected, so this counts as progress. Afterwards only acknowledged
+        frames do: a repeated Grant means that none has landed.
         """
         self._heard = True
         if self.state is TransferState.RESERVED:
@@ -146,14 +152,14 @@ class SenderSession(Session):
         self._patience_s = max(self.limits.no_progress_s, self.limits.busy_steps * step_s)
 
     def waited(self, now: float) -> None:
-        """What left for the same peer before our frames is still arriving there: their time has not begun, neither to
-        be given up nor to be repeated."""
+        """Restart the timers: frames of other transfers, sent before ours on the same connection, are still arriving,
+        so that ours are due neither for retransmission nor for giving up."""
         self.progress_at = max(self.progress_at, now)
         self._resent_at = max(self._resent_at, now)
 
     def granted(self, have: int, link: str, credit_bytes: int, now: float, grain: int = 1) -> None:
-        """Decode reserved blocks and holds the first ``have`` tokens itself. Frames on this link are ``grain`` times as
-        large as usual."""
+        """Start sending: decode has reserved blocks and already has the first ``have`` tokens. Frames on this link are
+        ``grain`` times as large as usual. Ignored if granted before."""
         if self.state is not TransferState.RESERVED:
             return  # a repeated grant
         self.move(TransferState.SENDING)
@@ -163,35 +169,36 @@ class SenderSession(Session):
         self._outbox.computed(*self._progress)
 
     def computed(self, tokens: int, layers: int) -> None:
-        """Layers ``[0, layers)`` of all tokens before ``tokens`` are in the source blocks."""
+        """Record that layers ``[0, layers)`` of all tokens before ``tokens`` are in the source blocks."""
         self._progress = (tokens, layers)
         if self._outbox is not None:
             self._outbox.computed(tokens, layers)
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`next_cells` has something to give."""
+        """Whether :meth:`next_cells` would return something."""
         if self._again and self.state in (TransferState.SENDING, TransferState.COMMITTING):
             return True
         if self.state is not TransferState.SENDING or self._outbox is None:
             return False
         if self._unacked and self.bytes >= self.limit_bytes:
-            return False  # without any credit there is still one frame at a time
+            return False  # even without credit one frame may be in flight
         return self._outbox.ready
 
     def next_cells(self) -> Rectangle | FrameHeader | None:
-        """What to send now: fresh cells (then call :meth:`sent`), a frame to repeat, or None."""
+        """Return what to send now: fresh cells (then call :meth:`sent`), a frame to retransmit, or None."""
         if not self.ready or self._outbox is None:
             return None
         return self._again.popleft() if self._again else self._outbox.next()
 
     @property
     def repeats_oldest(self) -> bool:
-        """Whether what :meth:`next_cells` gives is the repetition that everything behind it waits for."""
+        """Whether :meth:`next_cells` would return the oldest unacknowledged frame, which all later ones wait for."""
         return bool(self._again) and self._again[0] is self._unacked[0]
 
     def sent(self, cells: Rectangle, size: int, checksum: int) -> FrameHeader:
-        """Books a fresh frame and returns its header. One without a checksum is among those to be :meth:`summed`."""
+        """Record a fresh frame and return its header. If ``checksum`` is UNSAID, :meth:`summed` must supply it
+        later."""
         header = FrameHeader(self.transfer, self.frames, cells, size, checksum)
         self.frames += 1
         self.bytes += size
@@ -206,15 +213,13 @@ class SenderSession(Session):
         return header
 
     def summed(self, checksum: int) -> None:
-        """``checksum`` is that of the first of the ``unsummed`` frames: sums are folded in their order."""
+        """Record the checksum of the first of the ``unsummed`` frames; checksums are folded in frame order."""
         self.unsummed_bytes -= self.unsummed.popleft().size_bytes
         self.checksum = fold(self.checksum, checksum)
 
     def acked(self, frame: int, limit_bytes: int, now: float) -> None:
-        """Frames up to ``frame`` inclusive are placed; frames may begin before ``limit_bytes`` of the whole stream.
-
-        WireError for a frame that was never sent.
-        """
+        """Record that frames up to ``frame`` (inclusive) have landed, and that frames may begin before ``limit_bytes``
+        of the transfer's byte stream. Raises WireError for a frame that was never sent."""
         if frame >= self.frames:
             raise WireError(f"transfer {self.transfer}: frame {frame} of {self.frames} is acknowledged")
         self.limit_bytes = max(self.limit_bytes, limit_bytes)
@@ -226,8 +231,8 @@ class SenderSession(Session):
             self._again.popleft()
 
     def may_commit(self) -> bool:
-        """Whether every cell has been sent; the commit also needs the first tokens, which the worker has, and the sums
-        of the ``unsummed``."""
+        """Whether every cell has been sent. Commit also needs the first tokens (from the worker) and the checksums of
+        the ``unsummed`` frames."""
         return self.state is TransferState.SENDING and self._outbox is not None and self._outbox.complete
 
     def committed(self, now: float) -> None:
@@ -237,8 +242,8 @@ class SenderSession(Session):
         self._resent_at = now
 
     def accepted(self, received_bytes: int, now: float) -> bool:
-        """Decode took everything; False if this transfer is not waiting for that. WireError for a wrong figure: the
-        commit is repeated, and its right answer still counts."""
+        """Record decode's Accept; False if this transfer is not waiting for one. Raises WireError if ``received_bytes``
+        is wrong; the commit is then sent again, and a correct Accept still counts."""
         if self.state is not TransferState.COMMITTING:
             return False
         if received_bytes != self.bytes:
@@ -248,14 +253,15 @@ class SenderSession(Session):
         return True
 
     def tick(self, now: float) -> bool:
-        """Timers. True when the commit should be sent again; frames to repeat come out of :meth:`next_cells`.
+        """Run the timers. True if the commit should be sent again; frames to retransmit come out of :meth:`next_cells`.
 
-        Before the grant decode is expected to answer announcements, after it frames and commits. Waiting for our own
-        prompt's turn is no lack of progress, and neither is the time in which we did not listen ourselves.
+        Before the grant decode is expected to answer announcements, afterwards frames and commits. Time spent waiting
+        for our own prompt to be computed does not count as lack of progress, nor does time in which we were not
+        listening ourselves.
         """
         away, self._ticked_at = now - self._ticked_at - self.limits.lag_s, now
         if away > 0:
-            self.progress_at = min(now, self.progress_at + away)  # what waited for us meanwhile was heard just now
+            self.progress_at = min(now, self.progress_at + away)  # answers that came meanwhile were read just now
         asked = self.state in (TransferState.RESERVED, TransferState.COMMITTING) or bool(self._unacked)
         if self.over or not asked:
             self.progress_at = now
@@ -269,13 +275,13 @@ class SenderSession(Session):
         if now - self._resent_at <= self.limits.resend_s:
             return False
         self._resent_at = now
-        # everything once, for it may be lost; then one frame to ask with, for the other side may just be busy
+        # first all frames, which may be lost; after that one frame as a probe, since the receiver may just be busy
         self._again = deque(itertools.islice(self._unacked, 1)) if self._repeated else deque(self._unacked)
         self._repeated = True
         return self.state is TransferState.COMMITTING
 
     def renewal_due(self, now: float) -> bool:
-        """Whether to announce the transfer again: renews the receiver's lease, and asks again for a lost grant."""
+        """Whether to announce the transfer again, which renews the receiver's lease and gets a lost Grant repeated."""
         if self.over or self.state is TransferState.ACCEPTED or now < self._renew_at:
             return False
         self._renew_at = now + (self.limits.renew_s if self._heard else self.limits.resend_s)
@@ -283,7 +289,8 @@ class SenderSession(Session):
 
 
 class FrameVerdict(Enum):
-    """What to do with an arriving frame."""
+    """What to do with an arriving frame: place it, acknowledge it again, wait for the missing one, or strike its
+    sender."""
 
     TAKE = "take"
     REPEATED = "repeated"
@@ -292,8 +299,9 @@ class FrameVerdict(Enum):
 
 
 class ReceiverSession(Session):
-    """The decode side. Cells are checked against the reservation before a byte is copied (:meth:`judge`), counted only
-    when they are what was said of them (:meth:`took`), and believed when the Commit says the same of all."""
+    """The decode side. A frame is checked against the reservation before a byte is copied (:meth:`judge`), counted once
+    its bytes are placed and match its header (:meth:`took`), and all are accepted if the Commit matches their
+    totals."""
 
     moves = RECEIVER_MOVES
 
@@ -305,7 +313,7 @@ class ReceiverSession(Session):
         self._upto = [have] * len(layout.layers)
 
     def judge(self, header: FrameHeader, now: float) -> FrameVerdict:
-        """Whether this frame is the one to take next; the state changes only in :meth:`took`."""
+        """Return whether this frame is the next one to place; the state changes only in :meth:`took`."""
         if self.state not in (TransferState.RESERVED, TransferState.SENDING):
             return FrameVerdict.REPEATED if self.state is TransferState.ACCEPTED else FrameVerdict.STRANGE
         self.progress_at = now
@@ -320,7 +328,7 @@ class ReceiverSession(Session):
         return FrameVerdict.TAKE
 
     def took(self, header: FrameHeader, checksum: int, now: float) -> None:
-        """The frame's bytes are in place, and this is their checksum, which is the one that was said if one was."""
+        """Record that the frame's bytes are placed; ``checksum`` is theirs, and equals the header's if that has one."""
         if self.state is TransferState.RESERVED:
             self.move(TransferState.SENDING)
         for layer in header.cells.layers:
@@ -331,7 +339,7 @@ class ReceiverSession(Session):
         self.progress_at = now
 
     def objection(self, commit: Commit) -> str:
-        """Why this commit cannot be accepted, or "" when everything is right."""
+        """Return why this commit cannot be accepted, or "" if it matches everything received."""
         if commit.layout != self.layout.fingerprint:
             return f"layout {commit.layout}, not {self.layout.fingerprint}"
         mine = (self.tokens, self.have, self.frames, self.bytes, self.checksum)
@@ -344,20 +352,20 @@ class ReceiverSession(Session):
         return ""
 
     def behind(self, commit: Commit) -> bool:
-        """Whether frames of this commit are still missing (they were lost on the way and will be repeated)."""
+        """Whether frames of this commit are still missing; they were lost and will be sent again."""
         return self.state in (TransferState.RESERVED, TransferState.SENDING) and commit.frames > self.frames
 
     def renewed(self, now: float) -> None:
-        """The sender lives and still means to send."""
+        """Renew the lease: the sender is alive and still intends to send."""
         self.progress_at = now
 
     def accept(self, now: float) -> None:
-        if self.state is TransferState.RESERVED:  # cannot be: at least the last token is always sent
+        if self.state is TransferState.RESERVED:  # impossible: the last token at least is always sent
             raise InvariantBroken(f"transfer {self.transfer} is accepted without a frame")
         self.move(TransferState.ACCEPTED)
         self.progress_at = now
 
     def tick(self, now: float) -> None:
-        """Timers: a reservation that its sender no longer renews is given up after the lease."""
+        """Run the timers: a reservation that its sender no longer renews expires after the lease."""
         if not self.over and self.state is not TransferState.ACCEPTED and now - self.progress_at > self.limits.lease_s:
             self.end(TransferState.EXPIRED, f"nothing arrived for {self.limits.lease_s:g} s")

@@ -1,10 +1,9 @@
-"""The pools of senders that a receiver reads, as far as they are within its reach.
+"""The senders' pools that one receiver can read.
 
-Nothing here waits. At a door it is knocked, and whether somebody has opened is looked at between other things: the
-sender may be stopped, and streams must not stand still for it. Over NIXL the first read is the knock. What could not be
-reached, or read any more, is tried again after a pause that doubles, since the cause may be gone by then. A pool is
-held no longer than a lease after its last use: it may be what is left of a process that died, and all its memory with
-it.
+Nothing here blocks: a connection is begun, and its completion is polled between other work, since the sender may be
+stopped and the receiver's streams must not stall. Over NIXL the first read takes the place of the connection. A pool
+that cannot be reached, or no longer be read, is tried again with exponential backoff. A pool is released a lease after
+its last use: its owner may have died, and the mapping keeps all of its memory alive.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ log = logging.getLogger("tandem.kv")
 
 MAX_POOLS = 64
 POOL_CONNECT_S = 1.0
-"""A door that is not opened by then belongs to somebody who stands still."""
+"""Timeout of a connection to an endpoint; an owner that is running answers much sooner."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 _PoolKey = tuple[Incarnation, str, bytes, KvLayout, int]
-"""All that was said about a pool, so that one wrong announcement does not spoil the right ones after it."""
+"""Everything announced about a pool, so that one wrong announcement does not affect the correct ones after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connecting:
-    """The pool may come within reach any moment: ask again."""
+    """The connection to the pool is not complete: call :meth:`Sources.reach` again."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """One pool: within reach and last of use at ``used_at``, knocked at until ``until``, or not tried before
-    ``retry_at``."""
+    """One pool, in one of three states: connected (``pool``, last used at ``used_at``), connecting (``connection``,
+    until the deadline ``until``), or backing off (not tried before ``retry_at``). Times in seconds."""
 
     pool: SourcePool | None = None
     connection: shm.PoolConnection | nixl.NixlPoolConnection | None = None
@@ -52,15 +51,15 @@ class _Source:
 
 
 class Sources:
-    """The pools that were announced to one receiver; ``reader`` reaches them over NIXL, else they are on this host.
-    What no hand-off has used for ``lease_s``, which is how long one may be silent, is let go."""
+    """The pools announced to one receiver: read over NIXL with ``reader``, else mapped on this host. A pool that no
+    hand-off has used for ``lease_s``, as long as a hand-off may be silent, is released."""
 
     def __init__(self, channels: Channels, lease_s: float, reader: nixl.NixlReader | None = None) -> None:
         self._channels, self.lease_s, self._reader = channels, lease_s, reader
         self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
 
     def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Connecting | None:
-        """The announced pool, whose KV ``travels`` in that layout's element type; None if it is out of reach now."""
+        """Return the announced pool, whose KV has the element type of ``travels``; None if it cannot be reached now."""
         try:
             layout = replace(travels, block_size=announced.pool_block_size, head_shards=announced.pool_shards)
         except ValueError:
@@ -75,7 +74,7 @@ class Sources:
         return source.pool or (Connecting() if source.connection is not None else None)
 
     def tick(self, now: float) -> None:
-        """Looks whether doors were opened, and gives up what cannot be read any more."""
+        """Poll the connections, and drop pools whose reads have failed."""
         for key, source in self._sources.items():
             self._drop_if_lost(key, source, now)
             if source.connection is not None:
@@ -83,12 +82,12 @@ class Sources:
 
     @property
     def knocking(self) -> bool:
-        """Whether somebody may open any moment, without waking who waits."""
+        """Whether a connection is pending whose completion wakes no poll."""
         return any(isinstance(source.connection, nixl.NixlPoolConnection) for source in self._sources.values())
 
     def let_go(self, uses: Iterable[tuple[SourcePool, float]], now: float) -> None:
-        """Closes what is not used any more, and what was longest out of use if there still are too many. ``uses``: the
-        pools of all hand-offs that go on, and when each of these was last heard of (within the lease)."""
+        """Close pools that are no longer used and, while there are more than MAX_POOLS, those unused for longest.
+        ``uses`` are the pools of all running hand-offs, each with the time of the hand-off's last progress."""
         heard: dict[int, float] = {}
         for pool, at in uses:
             heard[id(pool)] = max(at, heard.get(id(pool), at))

@@ -1,1 +1,4 @@
-"""How the bytes of a hand-off move: one file per transport, one contract in ``base.py``."""
+"""Links move the bytes of a hand-off: one module per transport, with the interface in ``base.py``.
+
+Must not know: sessions, timers, credit.
+"""

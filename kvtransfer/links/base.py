@@ -1,8 +1,8 @@
-"""What a link promises: KV cells of a sender's pool arrive in a receiver's pool, or an error says so.
+"""The interface of links: KV cells of a sender's pool arrive in a receiver's pool, or an error is raised.
 
-A link decides how the bytes of one frame travel beside its header: in the message itself, or as directions to where the
-receiver can pull them. The receiver writes its own memory (never the sender), and takes the checksum of the bytes it
-holds itself: it must be that of the header, or of all frames together that of the Commit, before they count.
+A link decides how the bytes of a frame travel besides its header: in the message itself, or as directions from where
+the receiver can pull them. Only the receiver writes its memory, never the sender, and it computes the checksum over the
+bytes in its own memory. The bytes count only once that matches the header or, for all frames together, the Commit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Payload = bytes | memoryview
 
 class SendLink(Protocol):
     """The prefill side of a link. Its frames have ``grain`` times the usual size: a frame costs prefill more than its
-    bytes do, but where bytes travel smaller ones are faster, since they stay in a cache."""
+    bytes do, but where the bytes themselves travel smaller frames are faster, since they stay in cache."""
 
     name: str
     grain: int
 
     def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        """What travels behind the header, the canonical size of the cells in bytes, and their checksum, or ``UNSAID``:
-        it can be taken later."""
+        """Return the payload behind the header, the canonical size of the cells in bytes, and their checksum, or
+        ``UNSAID`` if it is to be computed later."""
         ...
 
 
@@ -40,31 +40,35 @@ class ReceiveLink(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether nothing can arrive over it any more: the hand-off has failed."""
+        """Whether nothing more can arrive over the link, so that the hand-off has failed."""
         ...
 
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> int | None:
-        """Puts the cells into the blocks of ``table``; the checksum of what is there. None while they are on their
-        way: call it again with the same, and with nothing else before. If they are not what was said they do not
-        count, and nothing but them has been written: Damaged if they are not what was sent either, WireError if that
-        made no sense or cannot be had."""
+        """Write the cells into the blocks of ``table`` and return their checksum.
+
+        None while they are still being read: call again with the same arguments, and with no others before. On an error
+        the cells may have been written, but nothing else, and they do not count. Raises Damaged if the bytes were
+        damaged on their way (or a source block was reused), WireError if the frame makes no sense or the pool cannot be
+        read.
+        """
         ...
 
     def close(self) -> None:
-        """Nothing more is wanted."""
+        """Abandon a read that is under way."""
         ...
 
 
 def placed(header: FrameHeader, data: Bytes, dtype: KvDtype, memory: KvMemory, table: Sequence[BlockId]) -> int:
-    """Checks the receiver's own copy of the cells, elements of ``dtype``, and writes it into its blocks; the checksum
-    of that copy."""
+    """Verify ``data``, the receiver's own copy of the cells with elements of ``dtype``, write it into the blocks of
+    ``table`` and return its checksum. Raises as :func:`compare`."""
     compare(header, checksum := checksum_of(data), data.nbytes)
     memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)
     return checksum
 
 
 def compare(header: FrameHeader, checksum: int, size_bytes: int) -> None:
-    """What the receiver has of a frame with what was announced: Damaged or WireError where they differ."""
+    """Compare what the receiver got with the header; raises Damaged for a wrong checksum, WireError for a wrong
+    size."""
     if header.checksum not in (checksum, UNSAID):
         raise Damaged(f"frame {header.number} of {header.transfer} fails its checksum")
     if size_bytes != header.size_bytes:

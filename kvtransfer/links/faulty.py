@@ -1,8 +1,8 @@
-"""Links that do to their frames what broken machines and networks do, in front of any other: for tests.
+"""Fault injection on the sending side, for tests: damages the frames of any other link.
 
-It is the sending side, so that the receiving side is the real one. :class:`FaultyLink` spoils payloads;
-:class:`FaultyChannels` are those of a sender whose whole frames, of whatever link, are lost, repeated and overtaken on
-their way. Chance is an argument, and nothing waits for a clock: one seed is one history of faults.
+The receiving side stays the real one. :class:`FaultyLink` damages payloads. :class:`FaultyChannels` loses, duplicates
+and reorders whole frames of any link. The random generator is an argument and no clock is read, so that one seed gives
+one history of faults.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from kvtransfer.links.base import Payload, SendLink
 
 @dataclass(frozen=True)
 class FaultRates:
-    """Chances per frame. Of a link: a bit flipped, the end cut off, the payload of the frame before sent instead. Of
-    channels: lost, sent twice, sent after the next frame that is neither lost nor late."""
+    """Probabilities per frame.
+
+    For a link: a bit is flipped (``corrupt``), the end cut off (``truncate``), the previous frame's payload sent
+    instead (``swap``). For channels: lost (``drop``), sent twice (``duplicate``), sent after the next frame that is
+    neither lost nor delayed (``delay``).
+    """
 
     corrupt: float = 0.0
     truncate: float = 0.0
@@ -37,7 +41,7 @@ class FaultRates:
 
 
 class FaultyLink:
-    """``happened`` counts the faults that struck, by name."""
+    """A link whose payloads are damaged. ``happened`` counts the injected faults by name."""
 
     def __init__(self, inner: SendLink, rates: FaultRates, rng: Random) -> None:
         self.inner, self.rates, self.rng = inner, rates, rng
@@ -67,8 +71,8 @@ class FaultyLink:
 
 
 class FaultyChannels(Channels):
-    """The channels of a prefill worker. Its messages arrive: only frames of KV suffer. ``happened`` counts the faults
-    that struck, by name."""
+    """The channels of a prefill worker with faults in its KV frames; messages always arrive. ``happened`` counts the
+    injected faults by name."""
 
     def __init__(self, rates: FaultRates, rng: Random) -> None:
         super().__init__()
@@ -93,14 +97,14 @@ class FaultyChannels(Channels):
         super().unregister(what.socket if isinstance(what, _FaultyLine) else what)
 
     def strikes(self, fault: str) -> bool:
-        """Whether ``fault`` happens to the frame at hand."""
+        """Decide whether ``fault`` happens to the current frame."""
         struck = bool(self.rng.random() < getattr(self.rates, fault))
         self.happened[fault] += struck
         return struck
 
 
 class _FaultyLine:
-    """A socket to a decode worker; all that is not done here it does itself."""
+    """A socket to a decode worker; everything but sending goes to the real one."""
 
     def __init__(self, socket: zmq.Socket[Any], channels: FaultyChannels) -> None:
         self.socket, self.channels = socket, channels
@@ -120,6 +124,6 @@ class _FaultyLine:
             self.socket.send_multipart(parts, flags, copy=copy)
             again = [(parts, copy)] if self.channels.strikes("duplicate") else []
             late, self._late = [*again, *self._late], []
-            with contextlib.suppress(zmq.Again):  # what is late may be lost, too
+            with contextlib.suppress(zmq.Again):  # a delayed frame may be lost too
                 for each, copied in late:
                     self.socket.send_multipart(each, flags, copy=copied)

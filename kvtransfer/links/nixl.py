@@ -1,9 +1,9 @@
-"""The link over NIXL and UCX: the receiver reads the sender's pool one-sidedly, on this host or over a network.
+"""The link over NIXL and UCX: the receiver reads the sender's pool one-sidedly, on the same host or over a network.
 
-As on one host the message says which blocks, and the receiver pulls as :mod:`kvtransfer.links.pull` says: generations
-before and after, checksum over its own copy. What it reads lands in a buffer of its own that UCX has registered, never
-in its pool. NIXL is optional (the extra ``nixl``). UCX neither encrypts nor limits its peers to reading, so this link
-is for networks and workers that trust each other.
+As with shared memory the message names the blocks, and the receiver pulls them as described in
+:mod:`kvtransfer.links.pull`: generations before and after, checksum over its own copy. Reads land in a buffer of the
+receiver that is registered with UCX, never directly in its pool. NIXL is optional (the extra ``nixl``). UCX neither
+encrypts nor restricts its peers to reading, so this link is for networks and workers that trust each other.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from kvtransfer.links.pull import Reading, T
 
 NAME = "nixl"
 CONNECT_S, READ_S = 2.0, 0.5
-"""A read that takes longer will never end: the first one, which connects, and all others, which take about a ms."""
+"""Timeouts of the first read of a pool, which connects, and of the others, which take about 1 ms."""
 SPIN_S = 0.002
-"""A read is waited for so long when it has begun; from then on it is looked at between other things."""
+"""How long to spin for a read that has just begun; after that it is polled between other work."""
 _LANDING_BYTES = 4 << 20
 _ADDRESSES = struct.Struct("<QQ")
-"""Where the sender's process has its blocks and its generation words."""
+"""Addresses of the blocks and of the generation words in the sender's process."""
 _BACKEND = "UCX"
 
 
 def _agent(name: str) -> Any:
-    """A NIXL agent with UCX, and a thread (not Python's) that serves its peers meanwhile; StartError without NIXL."""
+    """Create a NIXL agent with UCX, which serves its peers from a thread outside Python. Raises StartError without
+    NIXL."""
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
@@ -56,7 +57,7 @@ def _registered(agent: Any, *arrays: npt.NDArray[Any]) -> Any:
 
 
 class NixlPoolEndpoint:
-    """The sending side: ``memory`` is registered, and ``announcement`` lets a receiver read it."""
+    """The sending side: registers ``memory`` with UCX; a receiver reads it with ``announcement``."""
 
     def __init__(self, memory: KvMemory, owner: Incarnation) -> None:
         self._agent = _agent(owner)
@@ -70,7 +71,7 @@ class NixlPoolEndpoint:
 
 
 class _Landing:
-    """A buffer of the receiver that UCX may write."""
+    """A buffer of the receiver that is registered for UCX to write."""
 
     def __init__(self, agent: Any, size: int) -> None:
         self.bytes: Bytes = np.empty(max(_LANDING_BYTES, 1 << (size - 1).bit_length()), np.uint8)
@@ -82,20 +83,20 @@ class _Landing:
 
 
 class NixlReader:
-    """The receiving side of one process: reads of the pools of any number of senders, none of which waits."""
+    """The receiving side of one process: reads the pools of any number of senders without blocking."""
 
     def __init__(self, owner: Incarnation) -> None:
         self._agent = _agent(owner)
 
     def reach(self, owner: Incarnation, announcement: bytes, layout: KvLayout, blocks: int) -> NixlPool:
-        """The pool that ``owner`` has announced; ValueError if that is no announcement of its own. Nothing has been
-        read of it yet: :class:`NixlPoolConnection` tells whether it answers."""
+        """Return the pool that ``owner`` announced; raises ValueError if the announcement is not one of ``owner``.
+        Nothing is read yet: :class:`NixlPoolConnection` finds out whether the pool can be read."""
         if len(announcement) <= _ADDRESSES.size:
             raise ValueError("no announcement of a NIXL agent")
         raw, generations = _ADDRESSES.unpack_from(announcement)
         try:
             peer = self._agent.add_remote_agent(announcement[_ADDRESSES.size :])
-        except Exception as error:  # NIXL has exceptions of its own for each status
+        except Exception as error:  # NIXL has its own exception for each status
             raise ValueError(f"not the metadata of a NIXL agent: {error!r}") from error
         if peer not in (owner, owner.encode()):
             self._agent.remove_remote_agent(peer)
@@ -103,15 +104,15 @@ class NixlReader:
         return NixlPool(self._agent, peer, layout, blocks, raw, generations)
 
     def close(self) -> None:
-        """After all pools."""
+        """Drop the agent; all pools must be closed before."""
         del self._agent
 
 
 class NixlPool:
-    """One sender's pool, read where it lies. After one failed read nothing more is tried: it must be reached anew.
+    """One sender's pool, read remotely. After one failed read the pool is lost and must be reached anew.
 
-    A read that was given up may still write where it was to land until its sender's agent is removed, which closes the
-    connection: its buffer is not used for another one, and freed with the pool.
+    UCX may still write the buffer of an abandoned read until the sender's agent is removed, which closes the
+    connection. Such a buffer is therefore not reused, and is freed only with the pool.
     """
 
     def __init__(self, agent: Any, peer: Any, layout: KvLayout, blocks: int, raw: int, generations: int) -> None:
@@ -131,7 +132,7 @@ class NixlPool:
         return _NixlReading(self, offsets + np.uint64(self._generations), 8, lambda data: data.view(np.uint64).copy())
 
     def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Reading[Bytes]:
-        """Fetches these layers of the whole blocks, and gives what was asked for of them."""
+        """Read these layers of the whole blocks, and return the requested tokens of them."""
         layout = self.layout
         part = KvLayout(layout.layers[layers.start : layers.stop], layout.dtype, layout.block_size, layout.head_shards)
         shards = np.arange(layout.head_shards, dtype=np.uint64) * np.uint64(layout.shard_bytes)
@@ -153,12 +154,13 @@ class NixlPool:
             landing.close()
         self._landings.clear()
         self._free.clear()
-        self._agent = None  # it ends with its last owner
+        self._agent = None  # freed with its last reference
 
     # -- for readings -------------------------------------------------------------------------------------------------
 
     def start(self, landing: _Landing, addresses: npt.NDArray[np.uint64], size: int) -> tuple[Any, str]:
-        """The handle of a read of ``size`` bytes from each address, one after the other into ``landing``; its state."""
+        """Begin to read ``size`` bytes from each address, contiguously into ``landing``; returns the handle and its
+        state."""
         first = np.uint64(landing.bytes.ctypes.data)
         local = self._pieces(first + np.arange(len(addresses), dtype=np.uint64) * np.uint64(size), size)
         remote = self._pieces(addresses, size)
@@ -166,11 +168,11 @@ class NixlPool:
         return handle, self._agent.transfer(handle)
 
     def state(self, handle: Any) -> str:
-        """PROC, DONE or ERR."""
+        """Return the state of a read: PROC, DONE or ERR."""
         return str(self._agent.check_xfer_state(handle))
 
     def room(self, size: int) -> _Landing:
-        """A buffer that nobody reads into."""
+        """Return a free buffer of at least ``size`` bytes."""
         for landing in self._free:
             if len(landing.bytes) >= size:
                 self._free.remove(landing)
@@ -188,7 +190,7 @@ class NixlPool:
         return WireError(self._why_lost)
 
     def demand(self) -> None:
-        """WireError if the pool is lost."""
+        """Raise WireError if the pool is lost."""
         if self._why_lost:
             raise WireError(self._why_lost)
 
@@ -199,7 +201,7 @@ class NixlPool:
 
 
 class _NixlReading(Reading[T]):
-    """``size`` bytes from each of the ``addresses``, of which ``take`` makes what was asked for."""
+    """A read of ``size`` bytes from each of ``addresses``; ``take`` turns the bytes into the result."""
 
     def __init__(
         self, pool: NixlPool, addresses: npt.NDArray[np.uint64], size: int, take: Callable[[Bytes], T]
@@ -212,7 +214,7 @@ class _NixlReading(Reading[T]):
         self._landing = pool.room(self._bytes)
         try:
             self._handle, self._state = pool.start(self._landing, addresses, size)
-        except Exception as error:  # NIXL has exceptions of its own for each status
+        except Exception as error:  # NIXL has its own exception for each status
             raise pool.lose(repr(error)) from error
 
     def wait_until(self, until: float) -> None:
@@ -221,7 +223,7 @@ class _NixlReading(Reading[T]):
     def landed(self) -> T | None:
         pool = self._pool
         pool.demand()
-        if self._fresh:  # most are here in less time than the next look would take to come
+        if self._fresh:  # most reads end before the next poll would come
             self._fresh, soon = False, time.monotonic() + SPIN_S
             while self._look() == "PROC" and time.monotonic() < soon:
                 pass
@@ -236,7 +238,7 @@ class _NixlReading(Reading[T]):
         return data
 
     def close(self) -> None:
-        """One that may still write takes its buffer along."""
+        """Abandon the read. Its buffer is reused only if the read is certain to have ended."""
         if self._handle is not None and not self._pool.lost and self._look() != "PROC":
             self._pool.give_back(self._landing)
         self._release()
@@ -252,12 +254,12 @@ class _NixlReading(Reading[T]):
     def _release(self) -> None:
         if self._handle is not None:
             handle, self._handle = self._handle, None
-            with contextlib.suppress(Exception):  # it cannot be called back: NIXL frees it with the agent
+            with contextlib.suppress(Exception):  # a running read cannot be cancelled: NIXL frees it with the agent
                 handle.release()
 
 
 class NixlPoolConnection:
-    """The first read of a pool, which connects to its owner: that may take long, or for ever."""
+    """The first read of a pool, which makes UCX connect to its owner; that may take long or never end."""
 
     def __init__(self, pool: NixlPool) -> None:
         self._pool = pool
@@ -268,10 +270,11 @@ class NixlPoolConnection:
             pool.close()
             raise
         assert isinstance(self._word, _NixlReading)
-        self._word.wait_until(math.inf)  # who knocks knows how long
+        self._word.wait_until(math.inf)  # the caller has its own deadline
 
     def answer(self) -> NixlPool | None:
-        """The pool, which is the caller's from here on, when it has answered. WireError if it cannot be read."""
+        """Return the pool, which the caller then owns; None until it has answered. Raises WireError if it cannot be
+        read."""
         if self._word.landed() is None:
             return None
         self._answered = True

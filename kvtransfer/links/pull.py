@@ -1,8 +1,8 @@
-"""Links whose receiver can read the sender's pool: the message says where, the receiver pulls.
+"""Links whose receiver reads the sender's pool: the message says where, and the receiver pulls.
 
-The message carries only which blocks, and the generation of each. The sender holds those blocks until the receiver has
-acknowledged them; if its hold ended early (its lease lapsed) and a block was given to somebody else, the generation
-word has moved on, and the reader, who looks before and after its copy, lets what it has read count for nothing.
+The payload carries only the block ids and the generation of each block. The sender holds the blocks until the hand-off
+ends. If its hold ended early (its lease expired) and a block was reused, the block's generation word has changed. The
+receiver compares the words before and after its copy, and discards the copy if they differ.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from kvtransfer.links.base import Payload, compare, placed
 
 T = TypeVar("T")
 GRAIN = 2
-"""Of frames whose receiver copies twice."""
+"""Size factor of frames whose receiver copies twice."""
 _CHECKSUM_BYTES, _PLACE = 8, struct.Struct(f"<{REQUEST_ID_BYTES}sIHHII")
 
 
 class Reading(ABC, Generic[T]):
-    """Something of a pool that is on its way."""
+    """A read of a pool that is under way."""
 
     @abstractmethod
     def landed(self) -> T | None:
-        """What was read, once; None while it is on its way. WireError if it cannot be had."""
+        """Return the result, once; None while the read is under way. Raises WireError if it failed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives it up, if it has not landed."""
+        """Abandon the read if it has not landed."""
 
 
 class PullSendLink:
-    """Sends directions instead of bytes: per block its generation (uint64) and id (uint32), in columns, signed. With
-    ``sums_later`` the bytes are not touched for that: their checksum is left to the Commit."""
+    """Sends directions instead of bytes: the blocks' generations (uint64 each), then their ids (uint32 each), then a
+    checksum of the directions. With ``sums_later`` the KV bytes are not read now; only Commit covers them."""
 
     def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN, *, sums_later: bool = False) -> None:
         self.name, self.memory, self.grain, self.sums_later = name, memory, grain, sums_later
@@ -60,8 +60,8 @@ class PullSendLink:
 
 
 def signed(directions: bytes, transfer: TransferId, cells: Rectangle, checksum: int) -> bytes:
-    """Directions to these cells, whose bytes have this checksum (or ``UNSAID``), and behind them their own: who reads
-    it knows whether the line or the sender is at fault when they lead nowhere."""
+    """Return ``directions`` to these cells followed by their own checksum, which also covers ``checksum``, that of the
+    cells (or ``UNSAID``). It tells the receiver whether wrong directions are the fault of the network or the sender."""
     return directions + _signature(directions, transfer, cells, checksum)
 
 
@@ -73,33 +73,32 @@ def _signature(directions: Payload, transfer: TransferId, cells: Rectangle, chec
 
 
 class SourcePool(Protocol):
-    """A sender's pool, within the receiver's reach: what is in it can be had at once, or is read."""
+    """A sender's pool that the receiver can read: at once if it is mapped, else by a :class:`Reading`."""
 
     layout: KvLayout
     blocks: int
 
     @property
     def lost(self) -> bool:
-        """Whether a read has failed: the pool must be reached anew, if it still is there."""
+        """Whether a read has failed, so that the pool must be reached anew."""
         ...
 
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64] | Reading[npt.NDArray[np.uint64]]:
-        """The generation words of these blocks, as they are now."""
+        """Read the current generation words of these blocks."""
         ...
 
     def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes | Reading[Bytes]:
-        """The receiver's own copy of these cells, in canonical form
-        (:meth:`common.kv.storage.host.BlockArray.read`)."""
+        """Copy these cells in canonical form, as :meth:`common.kv.storage.host.BlockArray.read`."""
         ...
 
     def close(self) -> None: ...
 
 
 class PullReceiveLink:
-    """Pulls from ``source``, the sender's pool (whose layout of blocks may differ), into ``memory``.
+    """Pulls from ``source``, the sender's pool (whose block layout may differ), into ``memory``.
 
-    Out of a mapped pool whose rows are the same bytes each is copied once, to its place; the checksum is that of what
-    was written there. Of any other pool a copy is checked and then laid out.
+    From a mapped pool whose rows have the same bytes, each row is copied once, to its place, and the checksum is
+    computed over what was written. From any other pool a copy is made, verified and then written into blocks.
     """
 
     def __init__(self, name: str, memory: KvMemory, source: SourcePool) -> None:
@@ -129,7 +128,7 @@ class PullReceiveLink:
             self._pulls = None
 
     def _pull(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> Generator[None, None, int]:
-        """Yields while something is on its way; the checksum of what has come."""
+        """Pull one frame; yields while a read is under way, and returns the checksum of the cells."""
         cells, block_size = header.cells, self.source.layout.block_size
         first = cells.first_token // block_size
         count = -(-cells.last_token // block_size) - first
@@ -162,7 +161,7 @@ class PullReceiveLink:
 
 
 def _had(what: T | Reading[T]) -> Generator[None, None, T]:
-    """What can be had at once, or has landed."""
+    """Return ``what``, or its result if it is a Reading; yields while that is under way."""
     if not isinstance(what, Reading):
         return what
     try:

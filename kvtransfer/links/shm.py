@@ -1,9 +1,10 @@
-"""The link on one host: the receiver maps the sender's pool read-only and pulls, as :mod:`kvtransfer.links.pull` says.
+"""The link on one host: the receiver maps the sender's pool read-only and pulls, as in :mod:`kvtransfer.links.pull`.
 
-The pool's descriptor is handed out at an *endpoint*: an abstract Unix socket that serves processes of the same user,
-and from which a receiver takes only what a process of the same user gives: its name is free once its owner has died.
-The kernel says whose the other end is. It has a thread of its own because the sender's engine may be in the middle of a
-long step when a receiver knocks."""
+The pool's descriptor is handed out at an *endpoint*, an abstract Unix socket that serves processes of the same user
+only. The receiver checks the endpoint's user too, since anyone may take the socket's name once its owner has died. Both
+get the other's user from the kernel. The endpoint has a thread of its own because the sender's engine may be in the
+middle of a long step when a receiver connects.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ log = logging.getLogger("tandem.kv")
 
 NAME = "shm"
 ONE_PASS_GRAIN = 4
-"""Of frames whose receiver copies once: so much takes it as long as ``pull.GRAIN`` in two copies."""
+"""Size factor of frames whose receiver copies once, which takes as long as two copies with ``pull.GRAIN``."""
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
-"""Until an endpoint that could accept nobody, for want of descriptors or memory, tries again: clients wait longer."""
+"""Pause after a failed accept (no descriptors or memory), much shorter than a client's timeout."""
 
 
 def _is_of_this_user(peer: socket.socket) -> bool:
-    """Whether a process of this user dialled the other end, or listens there."""
+    """Return whether the process at the other end belongs to our user."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return bool(_UCRED.unpack(credentials)[1] == os.geteuid())
 
@@ -61,7 +62,7 @@ class PoolEndpoint:
                 if _is_of_this_user(peer):
                     try:
                         socket.send_fds(peer, [b"pool"], [self._fd])
-                    except OSError:  # the visitor has left
+                    except OSError:  # the client has disconnected
                         continue
 
     def close(self) -> None:
@@ -74,13 +75,13 @@ class PoolEndpoint:
 
 
 class PoolConnection:
-    """One connection to an endpoint, which never waits there. OSError or ValueError if there is no such endpoint."""
+    """One non-blocking connection to an endpoint. Raises OSError or ValueError if there is no such endpoint."""
 
     def __init__(self, address: str) -> None:
         self._visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._visitor.setblocking(False)
         try:
-            self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, where a crowd waits
+            self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, if the backlog is full
             if not _is_of_this_user(self._visitor):
                 raise PermissionError("another user listens there")
         except (OSError, ValueError):
@@ -88,12 +89,12 @@ class PoolConnection:
             raise
 
     def fileno(self) -> int:
-        """Readable when the endpoint has answered."""
+        """Return the descriptor to poll; it becomes readable when the endpoint has answered."""
         return self._visitor.fileno()
 
     def answer(self) -> int | None:
-        """The pool's descriptor, which is the caller's from here on; None while nobody has opened. OSError if it is
-        refused."""
+        """Return the pool's descriptor, which the caller then owns; None until the endpoint has answered. Raises
+        OSError if it is refused."""
         try:
             _, descriptors, _, _ = socket.recv_fds(self._visitor, 16, 1)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The link between hosts: KV bytes travel in the message, behind the header, over ZeroMQ TCP."""
+"""The link between hosts: the KV bytes travel in the message, behind the header, over ZeroMQ (TCP)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ZmqSendLink:
 
 
 class ZmqReceiveLink:
-    """Takes elements of ``dtype``, whatever those of ``memory`` are."""
+    """Places payloads with elements of ``dtype`` into ``memory``, whose element type may differ."""
 
     name, lost = NAME, False
 
