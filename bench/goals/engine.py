@@ -270,9 +270,9 @@ def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
     def share(limits: Sequence[float]) -> float:
         return statistics.median(limit / took for limit, took in zip(limits, seconds, strict=True))
 
-    note = f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about"
+    note = f"the ratio compares what a client measures: {statistics.median(served):.2f} GB/s"
     if least != reading:
-        note += f", the limit is what the core multiplies, of what it reads {share(reading):.1%}"
+        note += f"; the limit is the core's multiplication rate, the share of its read rate is {share(reading):.1%}"
     peer = [size / each / 1e9 for each in seen.get(VLLM_ONE_CORE, [])]
     return Row(
         goal,
@@ -310,7 +310,7 @@ def c3(field: Field) -> list[Row]:
                 (Target("share", 0.85, 0.75), Target("ratio", 1.15)),
                 limit=1000 * statistics.median(operations / run.flops_per_s for run in runs),
                 share=statistics.median(operations / run.flops_per_s / run.seconds for run in runs),
-                note=f"TTFT {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms, which the ratio is about",
+                note=f"the ratio compares TTFT: {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms",
                 detail={
                     "core_s": [run.seconds for run in runs],
                     "flops_per_s": [run.flops_per_s for run in runs],
@@ -345,12 +345,12 @@ def c7(field: Field) -> list[Row]:
     return [
         Row(
             "C7",
-            f"of a worker's turn that decodes at batch {BATCH}, what is not the model's kernels",
+            f"share of a worker's turn outside the model's kernels, decode at batch {BATCH}",
             "%",
             100 * statistics.median(overheads),
             (Target("value", 4, at_most=True),),
-            note=f"a turn takes {1000 * seconds:.2f} ms, the kernels {1000 * model:.2f} ms; linear layers and attention"
-            f" alone, measured apart, leave {1 - core.kernels / seconds:.1%}",
+            note=f"a turn takes {1000 * seconds:.2f} ms, the kernels {1000 * model:.2f} ms; with linear layers and "
+            f"attention measured on their own the share is {1 - core.kernels / seconds:.1%}",
             detail={"percent": [100 * each for each in overheads]},
         )
     ]

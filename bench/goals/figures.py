@@ -105,7 +105,7 @@ def against(
 
 # -- shown ------------------------------------------------------------------------------------------------------------
 
-_TITLES = ("goal", "what", "value", "limit", "share", "peer", "ratio", "wanted", "met")
+_TITLES = ("goal", "what", "value", "limit", "share", "peer", "ratio", "target", "met")
 
 
 def table(rows: Iterable[Row]) -> list[str]:

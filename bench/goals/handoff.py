@@ -26,7 +26,7 @@ def c4(field: Field) -> list[Row]:
     gaps: dict[System, list[float]] = {system: [] for system in systems}
 
     def first_s(system: System, count: int) -> float:
-        run = field.run(system, field.asks(count, INPUT, OUTPUT), concurrency=1, what="one by one")
+        run = field.run(system, field.asks(count, INPUT, OUTPUT), concurrency=1, what="one at a time")
         records = good(run)
         gaps[system] += [record.itls[0] / statistics.median(record.itls) for record in records]
         return statistics.median(record.ttft for record in records)
@@ -38,22 +38,22 @@ def c4(field: Field) -> list[Row]:
     added = _added(firsts[ON_ITS_CORE], firsts[OURS_ONE_CORE])
     of_peer = _added(firsts[VLLM_1P1D], firsts[VLLM_ONE_CORE]) if {VLLM_1P1D, VLLM_ONE_CORE} <= firsts.keys() else []
     lower, _, upper = statistics.quantiles(added, n=4)
-    shape = f"{INPUT:,}/{OUTPUT} tokens, one by one"
+    shape = f"{INPUT:,}/{OUTPUT} tokens, one request at a time"
     return [
         Row(
             "C4",
-            f"time to first token that the hand-off adds, {shape}",
+            f"time to first token added by the hand-off, {shape}",
             "%",
             statistics.median(added),
             (Target("value", 1, 3, at_most=True),),
-            note=f"{_ms(firsts[ON_ITS_CORE])} against {_ms(firsts[OURS_ONE_CORE])} of one worker on one core; of "
-            f"{len(added)} pairs of requests half have {lower:.2f} to {upper:.2f} %",
+            note=f"{_ms(firsts[ON_ITS_CORE])} with the hand-off, {_ms(firsts[OURS_ONE_CORE])} from one worker on one "
+            f"core; quartiles of {len(added)} pairs of requests {lower:.2f} and {upper:.2f} %",
             detail={"added_percent": added, "first_token_s": by_round(firsts)},
             **_peer(of_peer),
         ),
         Row(
             "C4",
-            f"time between the first two tokens in usual times between tokens, {shape}",
+            f"gap before the second token in median gaps, {shape}",
             "",
             statistics.median(gaps[ON_ITS_CORE]),
             (Target("value", 1.5, at_most=True),),
@@ -90,7 +90,7 @@ def c5(field: Field) -> list[Row]:
     return [
         Row(
             "C5",
-            "KV over ZeroMQ TCP, both ends on this machine",
+            "KV over ZeroMQ TCP between two processes",
             "GB/s",
             statistics.median(carried),
             (Target("share", 0.5),),
@@ -104,7 +104,7 @@ def c5(field: Field) -> list[Row]:
 
 def _hand_offs(field: Field, tokens: int) -> list[dict[str, Any]]:
     """What the server tells of those of prompts that come one after another."""
-    run = field.run(OVER_TCP, field.asks(field.effort.singles, tokens, OUTPUT), concurrency=1, what="one by one")
+    run = field.run(OVER_TCP, field.asks(field.effort.singles, tokens, OUTPUT), concurrency=1, what="one at a time")
     return [stages for record in good(run) if (stages := record.stages or {}).get("transfer_ms")]
 
 
@@ -116,13 +116,14 @@ def _hidden(tokens: int, stages: list[dict[str, Any]], bytes_per_s: float) -> Ro
     hidden = [max(0.0, 1 - each / link) for each, link in zip(left, links, strict=True)]
     return Row(
         "C5",
-        f"of the time that the link takes for KV, what prefill hides, {tokens:,} tokens",
+        f"link time of KV hidden behind prefill, {tokens:,} tokens",
         "%",
         100 * statistics.median(hidden) if hidden else 0.0,
         (Target("value", 80),),
-        note=f"{statistics.median(left):.2f} ms are left of {statistics.median(links):.2f}, medians of {len(left)}"
+        note=f"the link takes {statistics.median(links):.2f} ms, {statistics.median(left):.2f} ms of the hand-off come "
+        f"after prefill, medians of {len(left)}"
         if left
-        else "the server told of no hand-off",
+        else "the server reported no hand-off",
         detail={"left_ms": left, "link_ms": links},
     )
 

@@ -142,7 +142,7 @@ def c8(field: Field) -> list[Row]:
     last = {system: those[-1].run for system, those in found.items()}
     field.pictures["streams"] = partial(plots.draw_distributions, {str(system): run for system, run in last.items()})
     field.pictures["timeline"] = partial(plots.draw_timelines, {str(OURS): last[OURS]})
-    what = f"P99 between tokens of {STREAMS} streams, in undisturbed medians, a {INTRUDER:,}-token prompt every"
+    what = f"P99 gap between tokens of {STREAMS} streams in undisturbed medians, a {INTRUDER:,}-token prompt every"
     ours = [one.p99 for one in found[OURS]]
     row = Row("C8", f"{what} {INTRUDER_EVERY_S:g} s", "", statistics.median(ours), ())
     first = replace(
@@ -210,7 +210,7 @@ def c9(field: Field) -> list[Row]:
     curves = searched(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
     rounds = [curves, *(again(field, curves, seed) for seed in range(1, field.effort.rounds))]
     found: Rates = {system: [highest(each[system], ATTAINMENT).rate for each in rounds] for system in curves}
-    objectives = " ".join(map(str, OBJECTIVES))
+    objectives = " and ".join(f"{each.metric.upper()} {each.bound:,.0f} ms" for each in OBJECTIVES)
     effort = f"of {field.effort.paced} requests at each rate, fewer at those below {field.effort.paced / PACED_S:g}/s"
     if field.effort.paced_s:
         effort += f", more at those above {field.effort.paced / field.effort.paced_s:g}/s"
@@ -228,7 +228,7 @@ def c9(field: Field) -> list[Row]:
         rows.append(
             Row(
                 "C9",
-                f"rate with {ATTAINMENT:.0%} inside {objectives} ms, {INPUT:,}/{OUTPUT}",
+                f"rate with {ATTAINMENT:.0%} of requests inside {objectives}, {INPUT:,}/{OUTPUT}",
                 "req/s",
                 statistics.median(found[OURS]),
                 targets,
@@ -309,7 +309,7 @@ def searched(field: Field, systems: Sequence[System], *, rough: bool = False) ->
 
     def unloaded(system: System) -> Point:
         asks = field.asks(field.effort.singles, INPUT, OUTPUT)
-        run = field.run(system, asks, concurrency=1, what="one by one")
+        run = field.run(system, asks, concurrency=1, what="one at a time")
         rate = 1 / statistics.fmean(record.latency for record in good(run))
         return Point(rate, summarise(run, objectives=OBJECTIVES).attainment or 0.0)
 
@@ -389,7 +389,7 @@ def c10(field: Field) -> list[Row]:
     in_time = field.effort.balanced_s * most_per_s(cost, len(field.cores), BALANCED_INPUT, output, PLACES)
     count = max(field.effort.balanced, round(in_time))
     found, first = saturation(field, cost, systems, count, BALANCED_INPUT, output)
-    what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
+    what = f"throughput with all requests sent at once, {BALANCED_INPUT}/{output} (balanced)"
     return [
         _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95), **first),
         _saturated("C10", what, found, VLLM, Target("ratio", 1.2, 1.0)),
@@ -401,7 +401,7 @@ def c11(field: Field) -> list[Row]:
     cost = _cost(field)  # before there are any servers
     systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
     found, first = saturation(field, cost, systems, field.effort.requests, INPUT, OUTPUT)
-    what = f"saturation, {INPUT:,}/{OUTPUT}"
+    what = f"throughput with all requests sent at once, {INPUT:,}/{OUTPUT}"
     return [
         _saturated("C11", what, found, VLLM, Target("ratio", 1.0), **first),
         _saturated("C11", what, found, best(found, COLOCATED)),

@@ -367,17 +367,17 @@ def parts(shape: Shape, seconds: float) -> Iterator[tuple[str, float]]:
     try:
         beats, looks, steps = seconds / TIMES.heartbeat_s, seconds / TIMES.sweep_s, shape.output + shape.prompt / CHUNK
         yield f"leases ({beats:.1f} to each of two workers)", 2 * beats * lease(wire, shape.live) * share
-        yield f"heartbeats ({beats:.1f} of each of two workers)", 2 * beats * watch.heartbeat(wire) * share
-        yield f"snapshots for them ({steps:.0f} steps)", steps * snapshot(shape.live) * share
-        yield f"looks for silence and stalls ({looks:.1f})", 2 * looks * watch.look() * share
-        yield "digests of messages", digests(shape)
+        yield f"heartbeats ({beats:.1f} from each of two workers)", 2 * beats * watch.heartbeat(wire) * share
+        yield f"status snapshots ({steps:.0f} steps)", steps * snapshot(shape.live) * share
+        yield f"silence and stall checks ({looks:.1f})", 2 * looks * watch.look() * share
+        yield "message digests", digests(shape)
         yield f"fencing ({shape.output} spans)", fencing(shape.output)
         size = shape.layout.range_bytes(0, len(shape.layout.layers), shape.prompt)
         yield f"checksums ({size / 2**20:.1f} MiB of {shape.layout.dtype}, both sides)", checksums(shape)
         yield f"acknowledgements ({len(shape.frames())} frames)", acks(wire, shape)
-        yield "messages of the hand-off", handshake(wire, shape, seconds)
-        yield "proofs (an Open and a Grant)", proofs()
-        yield "timers of the hand-off", timers(shape, seconds)
+        yield "hand-off messages", handshake(wire, shape, seconds)
+        yield "peer proofs (an Open and a Grant)", proofs()
+        yield "hand-off timers", timers(shape, seconds)
     finally:
         watch.close()
         wire.close()

@@ -166,7 +166,7 @@ def test_decode_is_compared_with_what_is_read_and_with_the_peer() -> None:
     assert one.peer == pytest.approx(0.10512 / 0.03)
     assert many.share == pytest.approx(0.801, abs=1e-3) and many.met is True
     (rest,) = engine.c7(scripted)
-    assert rest.value == pytest.approx(3.0) and rest.met is True and "leave 10.0%" in rest.note
+    assert rest.value == pytest.approx(3.0) and rest.met is True and rest.note.endswith("share is 10.0%")
     assert scripted.order == [OURS_ONE_CORE, VLLM_ONE_CORE] * 2, "in turn, and measured once for both goals"
 
 
@@ -175,9 +175,9 @@ def test_decode_that_multiplies_for_longer_than_it_reads_is_compared_with_that()
     slow = replace(core(), decode=[Decoded({1: 0.0125, 16: 0.04}, 10e9, 50e9)])
     scripted.remembered["calibration"] = slow
     (one,), (many,) = engine.c1(scripted), engine.c2(scripted)
-    assert one.share == pytest.approx(0.841, abs=1e-3) and "multiplies" not in one.note
+    assert one.share == pytest.approx(0.841, abs=1e-3) and "multiplication" not in one.note
     assert many.share == pytest.approx(2 * 16 * 50e6 / 50e9 / 0.04)
-    assert many.note.endswith("the limit is what the core multiplies, of what it reads 45.5%")
+    assert many.note.endswith("the limit is the core's multiplication rate, the share of its read rate is 45.5%")
 
 
 def test_prefill_is_compared_with_what_is_multiplied() -> None:
@@ -230,7 +230,7 @@ def hand_offs(*exposed_ms: float) -> list[dict[str, float]]:
 def test_what_prefill_hides_is_what_the_link_needs_and_the_client_does_not_wait_for() -> None:
     found = handoff._hidden(1024, hand_offs(1.0, 1.5, 5.0), 1e9)
     assert found.value == pytest.approx(85.0) and found.met is True
-    assert "1.50 ms are left of 10.00" in found.note
+    assert "takes 10.00 ms, 1.50 ms of the hand-off" in found.note
     late = handoff._hidden(1024, hand_offs(10.0, 12.0, 11.0), 1e9)
     assert late.value == 0.0 and late.met is False, "all of it after its prompt: nothing is hidden"
     assert handoff._hidden(1024, [], 1e9).met is False, "a server that tells of no hand-off has hidden none"
