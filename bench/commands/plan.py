@@ -10,7 +10,6 @@ beside what the plan says of the same systems.
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from collections.abc import Iterable, Sequence
@@ -232,7 +231,7 @@ def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> di
     is nothing, if another load was measured, or none of ``systems``."""
     todo = "give a file that tandem bench compare has saved"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = results.load(path)
         measured: dict[str, Any] = found["systems"]
         load = dict(found.get("load", {}))
         if "up_flags" in found:

@@ -92,7 +92,7 @@ class Report:
     @classmethod
     def load(cls, path: Path) -> Report:
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = results.load(path)
             skills = {name: Figures(**figures) for name, figures in data["skills"].items()}
             return cls(data["model"], data["golden"], data["fingerprint"], skills, data["failures"])
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -129,14 +129,40 @@ def check_outputs(save: str | None, plot: str | None, cost: str | None = None) -
 
 
 def save(path: Path, figures: dict[str, Any]) -> None:
-    """Write the provenance and ``figures`` as JSON. Replaces an existing file; raises StartError if it cannot write."""
-    text = json.dumps(_plain(provenance() | figures), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    """Write the provenance and ``figures`` as JSON. Replaces an existing file; raises StartError if it cannot write.
+
+    ``FILE#NAME`` adds them to the runs in FILE under that name, or replaces the run of that name."""
+    file, name = _section(path)
+    found: dict[str, Any] = _plain(provenance() | figures)
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
+        if name:
+            found = (_runs(file) if file.exists() else {}) | {name: found}
+        file.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise StartError(
             f"cannot save the figures in {path}", reason(error), "name another file with --save"
         ) from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what :func:`save` wrote there. Raises OSError, ValueError or LookupError if there is no such run."""
+    file, name = _section(path)
+    found: dict[str, Any] = _runs(file)[name] if name else json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _section(path: Path) -> tuple[Path, str]:
+    """Split ``FILE#NAME`` into the file and the name of a run in it."""
+    file, _, name = path.name.partition("#")
+    return path.with_name(file), name
+
+
+def _runs(file: Path) -> dict[str, Any]:
+    """Read a file of several runs. Raises ValueError if it holds a single one, which has a date."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or "date" in found:
+        raise ValueError("it is a file of one run, not of several with names")
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,9 @@ class BenchPlanConfig(ArrivalOptions):
         1 << 30, "bytes of KV per second between two workers", SIZE, "systems", shown_default="1GiB"
     )
     lend_cores: bool = option(True, "workers that rest lend their cores, as those of one machine do", SWITCH, "systems")
-    check: str | None = option(None, "file of tandem bench compare to hold the plan against", TEXT, "results")
+    check: str | None = option(
+        None, "file of tandem bench compare (or FILE#NAME) to hold the plan against", TEXT, "results"
+    )
     tolerance: float = option(0.5, "how far off the check may be", decimal(0, 1), "results")
     goodput: str = option(DEFAULT_OBJECTIVES, "objectives in ms", TEXT, "results")
 

@@ -30,6 +30,7 @@ LONGEST_TOKENS = 1 << 24
 """Longest prompt or answer of a benchmark, in tokens. Larger values are taken for mistakes, since the prompt would be
 generated in memory first."""
 DEFAULT_OBJECTIVES = "ttft:1000,tpot:40"
+SAVE_HELP = "JSON file to save the figures in; FILE#NAME adds them, under that name, to a file of several runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class PromptOptions:
     )
     random_input_len: int = option(1024, "prompt tokens", count(1, LONGEST_TOKENS), "workload")
     random_output_len: int = option(128, "tokens of an answer", count(1, LONGEST_TOKENS), "workload")
-    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+    save: str | None = option(None, SAVE_HELP, TEXT, "results")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ class TargetOptions(ClientOptions):
 class SaveOption:
     """The file to save results in."""
 
-    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+    save: str | None = option(None, SAVE_HELP, TEXT, "results")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,4 +166,4 @@ class LimitOptions:
     """Options of benchmarks that measure this machine without a server."""
 
     threads: int = option(1, "compute threads; a worker on one of two cores has one", count(1, 4096), "cores")
-    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+    save: str | None = option(None, SAVE_HELP, TEXT, "results")
