@@ -20,6 +20,7 @@ from common.config.bench.handoff_cost import BenchHandoffCostConfig
 from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.config.bench.kernels import BenchKernelsConfig
 from common.config.bench.lent_core import BenchLentCoreConfig
+from common.config.bench.pages import BenchPagesConfig
 from common.config.bench.plan import BenchPlanConfig
 from common.config.bench.quality import BenchQualityConfig
 from common.config.bench.roofline import BenchRooflineConfig
@@ -136,6 +137,10 @@ COMMANDS = {
         Command(
             "bench quality", "perplexity and agreement of bfloat16 and int8 with float32", BenchQualityConfig,
             "bench.eval.quality:run", measures=True,
+        ),
+        Command(
+            "bench pages", "write the tables of docs/benchmarks from saved figures", BenchPagesConfig,
+            "bench.commands.pages:run",
         ),
         Command(
             "bench install-peers", "install vLLM and NIXL in an environment of their own, to measure beside Tandem",

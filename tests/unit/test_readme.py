@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import replace
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.commands.goals import GOALS
-from bench.goals.figures import of_json, table
 from common.config.coordinator import CoordinatorConfig
 from common.config.options import options
 from common.config.worker import WorkerConfig
@@ -96,56 +93,7 @@ def test_every_cell_of_the_matrix_was_measured_against_its_bound() -> None:
     assert measured == wanted
 
 
-def test_the_table_of_attention_is_what_was_measured() -> None:
-    saved = json.loads((ROOT / "bench" / "results" / "kernels-zen4.json").read_text(encoding="utf-8"))
-    rows: dict[int, list[str]] = {}
-    for each in sorted(saved["attention"], key=lambda each: (each["batch"], each["context"])):
-        rows.setdefault(each["batch"], []).append(f"{each['bytes_per_s'] / 1e9:.1f} GB/s, {each['share']:.0%}")
-    assert len(rows) == 4 and not saved["slower_than_torch"]
-    for batch, cells in rows.items():
-        assert f"  | {batch} | {' | '.join(cells)} |" in README
-
-
-def test_the_goals_are_those_of_one_run_and_each_that_is_missed_is_told_of() -> None:
-    folder = ROOT / "bench" / "results"
-    saved = json.loads((folder / "goals.json").read_text(encoding="utf-8"))
-    document = (folder / "goals.md").read_text(encoding="utf-8").strip()
-    rows = [of_json(each) for each in saved["rows"]]
-    assert {row.goal for row in rows} == set(GOALS)
-    assert not any(saved[what] for what in ("failed", "broken", "left")), "one whole run"
-    assert document.startswith("\n".join(table(rows))), "the two files are of one run"
-    shown, _, words = README.split("<!-- goals -->\n")[1].partition("<!-- /goals -->\n")
-    lines, command = document.splitlines(), document.splitlines()[-1]
-    parts = [line for line in lines if line.startswith("- measured before, by a run of ")]
-    assert len(parts) == len(saved["parts"]), "one that was resumed says so, here and there"
-    told = [*(line for line in lines if line.startswith("|")), "", *parts, *([""] if parts else []), command]
-    assert shown.strip().splitlines() == told
-    missed = {row.goal for row in rows if row.met is False}
-    assert set(re.findall(r"\*\*(C\d+)\*\*", words.partition("\n## ")[0])) == missed
-    for picture in ("streams", "timeline", "attainment"):
-        assert f"](bench/results/goals-{picture}.png)" in README
-
-
 def test_every_file_that_is_named_exists() -> None:
     for path in re.findall(r"`([\w/]+(?:/|\.(?:py|md|txt|toml)))`", README):
         if path != "keys.txt" and "/" in path:
             assert (ROOT / path).exists(), path
-    for folder, text in ((ROOT, README), (ROOT / "bench", (ROOT / "bench" / "FIGURES.md").read_text(encoding="utf-8"))):
-        for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-            assert (folder / path).exists(), path
-
-
-def test_every_heading_that_is_linked_exists() -> None:
-    linked = [
-        (document, (document.parent / path).resolve() if path else document, anchor)
-        for document in (ROOT / "README.md", ROOT / "bench" / "FIGURES.md")
-        for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8"))
-    ]
-    assert len(linked) > 10
-    for document, target, anchor in linked:
-        lines = target.read_text(encoding="utf-8").splitlines()
-        assert anchor in {_anchor(line) for line in lines if line.startswith("#")}, (document.name, target.name, anchor)
-
-
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading.lstrip("# ").lower()).replace(" ", "-")
