@@ -1,2 +1,4 @@
-"""What the system did when it was last frozen. Owns the frozen files and the commands that make and compare them; only
-``adapter`` knows modules of ours."""
+"""Owns the frozen behaviour of the system: the golden files, and the commands that record and compare them.
+
+Only ``adapter`` and ``troubles`` may import modules under test.
+"""

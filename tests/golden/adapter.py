@@ -1,4 +1,4 @@
-"""All that the frozen parts need to know of the modules under test: a rename changes this file and no other."""
+"""The interface of the frozen parts to the modules under test, so that a rename changes only this file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from tests.golden.troubles import trouble
 
 @contextlib.contextmanager
 def watched(sent: Callable[[float, str, str, list[bytes]], None], ended: Callable[..., None]) -> Iterator[None]:
-    """Of what is simulated meanwhile, ``sent`` gets each message (time, sender, receiver, parts without the digest of
-    what follows), ``ended`` the end of each request (time, number, how, output of each choice)."""
+    """Report what is simulated in the block.
+
+    ``sent`` is called with each message (time, sender, receiver, parts without the leading digest), ``ended`` with the
+    end of each request (time, number, how it ended, output of each choice)."""
     from common.net.wire import DIGEST_BYTES
     from tests.simulation.network import Connection
     from tests.simulation.system import SimulatedClient
@@ -45,39 +47,39 @@ def watched(sent: Callable[[float, str, str, list[bytes]], None], ended: Callabl
 
 
 def play(seed: int) -> None:
-    """The history of ``seed``; raises if something that must hold does not."""
+    """Play the history of ``seed``. Raises if an invariant is violated."""
     from tests.simulation.play import run
 
     run(seed)
 
 
 def tags() -> list[str]:
-    """Of all messages."""
+    """Return the tags of all messages."""
     return list(wire()["messages"])
 
 
 def mutations() -> list[str]:
-    """Names of the known bugs."""
+    """Return the names of the known bugs."""
     from tests.simulation.mutations import MUTATIONS
 
     return list(MUTATIONS)
 
 
 def kinds() -> int:
-    """How many kinds of histories there are; they take turns."""
+    """Return the number of kinds of histories, which take turns."""
     from tests.simulation.play import KINDS
 
     return len(KINDS)
 
 
 def catches(name: str, seed: int) -> bool:
-    """Whether the history of ``seed`` complains of the known bug ``name``, in one of the words that it should."""
+    """Return whether the history of ``seed`` with the bug ``name`` fails with one of the bug's symptoms."""
     from tests.simulation.mutations import MUTATIONS, brought_back
 
     with brought_back(name):
         try:
             play(seed)
-        except Exception as error:  # the code under test may break anyhow
+        except Exception as error:  # broken code may raise anything
             complaint = str(error) or repr(error)
             return any(symptom in complaint for each in MUTATIONS[name] for symptom in each.symptoms)
     return False
@@ -87,23 +89,25 @@ def catches(name: str, seed: int) -> bool:
 
 
 class Served(NamedTuple):
-    """A coordinator with workers that compute a formula; ``asked`` returns what those that begin an answer got since
-    the last call, so many requests of it."""
+    """A coordinator with fake workers. ``asked`` waits for so many requests to reach workers, and returns those that
+    arrived since the last call."""
 
     port: int
     asked: Callable[[int], Awaitable[list[dict[str, Any]]]]
     labels: Callable[[], dict[str, list[tuple[str, ...]]]]
-    """Declared label names by metric, also of those that no sample has shown yet."""
+    """The declared label names by metric, also of metrics without samples."""
     metrics: Callable[[], Awaitable[str]]
-    """The page, when no request is left and all workers have been heard."""
+    """The metrics page, once no request is left and all workers have sent a heartbeat."""
 
 
 @contextlib.asynccontextmanager
 async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> AsyncIterator[Served]:
-    """``options`` of the coordinator, and some of the workers and the model: "fails" is the code with which workers
-    refuse, "retriable" whether others could do better, "slow" how many seconds they wait after each token, "draining"
-    whether the server shuts down, "full" whether as many requests wait as may, "template" the chat template ("":
-    none), "workers" more options of fake workers by role, "trouble" what goes wrong (:mod:`tests.golden.troubles`)."""
+    """Serve over HTTP with fake workers of these roles.
+
+    ``options`` are those of the coordinator, and: "fails", the code with which workers reject every request;
+    "retriable", whether that failure may be retried; "slow", seconds between tokens; "draining", whether the server is
+    shutting down; "full", whether the queue is full; "template", the chat template ("": none); "workers", options of
+    fake workers by role; "trouble", a fault (:mod:`tests.golden.troubles`)."""
     from common.net.messages import Generate, Prefill, RequestFailed
     from tests.fakes.checkpoint import EOS
     from tests.fakes.worker import formula
@@ -124,15 +128,16 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
         records = cluster.dispatcher.records
 
         def script(request: Any, choice: int, position: int) -> int:
-            """The second token waits until the first one is written: else how many are in the first chunk of a stream
-            is chance."""
+            """Delay the second token until the first has been written; otherwise the number of tokens in a stream's
+            first chunk is a matter of timing."""
             patience = time.monotonic() + 10.0
             while position and not all(map(opened, list(records.values()))) and time.monotonic() < patience:
                 time.sleep(0.0005)  # in the worker's own thread
             return formula(request, choice, position) if position < 8 else EOS
 
         def after_prefill(timings: Callable[[], Any]) -> Callable[[], Any]:
-            """Decode speaks after prefill: who is first is else chance, and shows in headers and figures."""
+            """Delay the timings of decode until prefill's first token has arrived; otherwise their order, which shows
+            in headers and metrics, is a matter of timing."""
 
             def waits() -> Any:
                 patience = time.monotonic() + 10.0
@@ -152,7 +157,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
         waiting = admission.max_requests if full else 0
         admission.requests += waiting
         enter, now = admission.enter, time.monotonic()
-        if full:  # what it says of the time until there is room depends on when it is asked
+        if full:  # the estimated wait depends on the time of the call, so fix that time
             admission.enter = lambda count, tokens, _, **rest: enter(count, tokens, now, **rest)  # type: ignore[method-assign]
         seen = 0
 
@@ -183,7 +188,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
 
 @contextlib.asynccontextmanager
 async def _longest_jitter() -> AsyncIterator[None]:
-    """Retry times are the longest that may be drawn, so that they show the share of the jitter, too."""
+    """Make retry times the longest that their jitter may draw: they are constant then, and show the jitter's share."""
     from coordinator.http import middleware
 
     with mock.patch.object(middleware, "_RANDOM") as random:
@@ -193,7 +198,7 @@ async def _longest_jitter() -> AsyncIterator[None]:
 
 @contextlib.contextmanager
 def watched_refusals() -> Iterator[set[tuple[str, int, str]]]:
-    """A set that gets (file, line, name of what is called there) of all that leads to each RequestError meanwhile."""
+    """Collect (file, line, called name) of every stack frame that leads to a RequestError made in the block."""
     from common.core.errors import RequestError
 
     found: set[tuple[str, int, str]] = set()
@@ -211,7 +216,7 @@ def watched_refusals() -> Iterator[set[tuple[str, int, str]]]:
 
 
 def _asked(request: Any) -> dict[str, Any]:
-    """By position on the wire: names of fields may change."""
+    """Return the fields of a request, taken by their position on the wire, since their names may change."""
     _, prompt, sampling, choices, _, salt, priority, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     most, seed, *rest = sampling
     tokens = [int.from_bytes(prompt[at : at + 4], "little") for at in range(0, len(prompt), 4)]
@@ -254,7 +259,7 @@ def wire() -> dict[str, Any]:
 
 
 def commands() -> dict[str, list[str]]:
-    """Flags and what they take, by command; not their help, which is prose and laid out by each Python otherwise."""
+    """Return the flags of each command with their values; not the help, whose layout differs by Python version."""
     from deploy.cli.main import build_parser
 
     return {name: [_flag(each) for each in parser._actions] for name, parser in build_parser()[1].items()}
@@ -267,7 +272,7 @@ def _flag(action: Any) -> str:
 
 
 def tandem(words: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of ``tandem WORDS``, with no other variables of ours than these."""
+    """Run ``tandem WORDS`` with no other TANDEM_* variables than these; return exit code, stdout and stderr."""
     from deploy.cli.main import main
 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
@@ -285,7 +290,7 @@ def tandem(words: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
 
 
 class Generator:
-    """Answers of one tiny model, from the engine that serves, in float32 and one request at a time."""
+    """Generates answers of one tiny model with the real engine, in float32 and one request at a time."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         import torch
@@ -321,8 +326,9 @@ class Generator:
         return list(sequence.output)
 
     def certain(self, prompt: list[int], seed: int, fields: dict[str, Any], tokens: list[int], errors: Any) -> bool:
-        """Whether each of ``tokens`` is chosen with any of ``errors`` [T, vocab] added to its logits, in their standard
-        deviations."""
+        """Return whether each of ``tokens`` is sampled with any of ``errors`` added to its logits.
+
+        ``errors``: [trials, vocabulary], in standard deviations of the logits."""
         import torch
 
         from common.core.sequence import Batch, Segment
@@ -359,7 +365,7 @@ def _sequence(prompt: list[int], seed: int, fields: dict[str, Any], count: int) 
 
 
 class Change(NamedTuple):
-    """A change of the product, and where it must show: the part, the entry, and words of the complaint."""
+    """A change of the product, and where it must show: the part, the entry, and text of the complaint."""
 
     part: str
     key: str
@@ -446,7 +452,7 @@ def _other_order() -> Any:
     held: list[tuple[Any, Any]] = []
 
     def send(self: Any, worker: Any, message: Any) -> bool:
-        """The first message waits for the second."""
+        """Swap the first two messages."""
         held.append((worker, message))
         if len(held) == 2:
             for each in reversed(held):
@@ -475,7 +481,7 @@ def _joined_chunks() -> Any:
     held: list[bytes] = []
 
     def send(self: Any, data: bytes) -> None:
-        """The second piece waits for the third."""
+        """Join the second and third piece into one chunk."""
         held.append(data)
         if len(held) != 2:
             original(self, b"".join(held[1:]) if len(held) == 3 else data)
@@ -530,4 +536,4 @@ CHANGES = {
     "a field of a message": Change("histories", "0", " lease ", _other_field),
     "the order of two messages": Change("histories", "0", "is another", _other_order),
 }
-"""Of one thing each, for the test of the net."""
+"""Changes of one thing each, which the golden tests must detect."""

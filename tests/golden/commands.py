@@ -1,4 +1,4 @@
-"""Each command of ``tandem``: its flags, and ``tandem config`` of it with some flags, variables and files."""
+"""The command line: the flags of each ``tandem`` command, and the output of ``tandem config`` for several settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a strange flag": (["--log-levle", "debug"], {}, ""),
     "a strange key": ([], {}, "log-levle: debug\n"),
 }
-"""Flags, variables and the text of a file."""
+"""Flags, environment variables and the text of a configuration file, by name."""
 BEYOND = {
     "no command": ["config"],
     "a mistyped command": ["config", "coordinatro"],
@@ -56,13 +56,13 @@ def _run(words: list[str], variables: dict[str, str], folder: str) -> Lines:
 
 
 def _steady(line: str, folder: str) -> str:
-    """Without this machine's paths, the version, and what versions of argparse write differently."""
+    """Return ``line`` without temporary paths, the version, and spacing that differs between versions of argparse."""
     line = line.replace(folder, "(folder)").replace(adapter.version(), "(version)")
     return re.sub(r"\s+", " ", line).strip()
 
 
 def _beyond(lines: Lines, alone: Lines) -> Lines:
-    """Lines that are others than without flags, variables and files, and how many there are if not as many."""
+    """Return the lines that are not in ``alone`` (the output without settings), and their number if that differs."""
     count = [] if len(lines) == len(alone) else [f"{len(lines)} lines"]
     return [*count, *(line for line in lines if line not in alone)]
 

@@ -1,12 +1,12 @@
-"""``python -m tests.golden.diff PART``: the first entry that is not as it was frozen, as it was and as it is.
+"""``python -m tests.golden.diff PART``: show the first entry that differs from its frozen state, before and now.
 
-What is kept of histories and transcripts is digests, so the code that made them plays the entry again, in a worktree of
-its own with the compiled kernels of this one.
+Histories and transcripts are stored as digests, so the old lines are recorded again with the code that froze them, in a
+git worktree with the compiled kernels of this one.
 
---key KEY...     look at these entries only (a seed, a request's name as in the file of the part)
---against REV    the code that plays it again; the commit that last changed the part's file if not given
---alone          do not play it again: show only where it differs, and what is there now
---before N       lines that are shown before the difference
+--key KEY...     compare only these entries (a seed, or a request's name as in the part's file)
+--against REV    the commit whose code records the old lines; default: the last that changed the part's file
+--alone          do not record the old lines; show only where the entry differs, and the new lines
+--before N       number of lines to show before the difference
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _options() -> argparse.Namespace:
 
 
 def _show_both(options: argparse.Namespace, kept: Digest, key: str, now: Lines) -> None:
-    """The lines of both sides around what differs."""
+    """Print the old and the new lines around the difference."""
     revision = options.against or _frozen_by(part(options.part).FILE)
     if not revision:
         print("(what was there is not known: this is no git checkout)")
@@ -85,7 +85,7 @@ def _show_both(options: argparse.Namespace, kept: Digest, key: str, now: Lines) 
 
 
 def _frozen_by(file: Path) -> str:
-    """The commit that last changed ``file``; "" if there is none."""
+    """Return the commit that last changed ``file``; "" if there is none."""
     done = subprocess.run(
         ["git", "log", "-1", "--format=%h", "--", file], cwd=ROOT, check=False, capture_output=True, text=True
     )
@@ -93,7 +93,7 @@ def _frozen_by(file: Path) -> str:
 
 
 def _played_by(revision: str, name: str, key: str) -> Lines | None:
-    """The lines of an entry by the code of ``revision``; None if it cannot."""
+    """Return the lines of an entry as recorded by the code of ``revision``; None if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True)

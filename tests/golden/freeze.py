@@ -1,4 +1,4 @@
-"""``python -m tests.golden.freeze [PART...]``: freezes what the system does now. All parts without a name."""
+"""``python -m tests.golden.freeze [PART...]``: freeze the current behaviour; all parts if none is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each message and the end of each request of simulated histories, by tag and fields."""
+"""Simulated histories: each message by tag and fields, and the end of each request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.golden.store import ADVICE, HERE, Digest, Lines, difference, read_dig
 FILE = HERE / "histories.txt"
 SEEDS = 2000
 SPACING = 16
-"""Lines between the marks of a digest."""
+"""Number of lines between the marks of a digest."""
 CHUNK = 20
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Lines]:
-    """One line for each event of what is simulated meanwhile: microsecond, ends of the connection, tag, fields."""
+    """Record one line per event simulated in the block: microsecond, sender and receiver, tag, fields."""
     lines: Lines = []
 
     def sent(now: float, sender: str, receiver: str, parts: list[bytes]) -> None:
@@ -45,7 +45,7 @@ def recorded() -> Iterator[Lines]:
 
 
 def _shown(fields: list[Any]) -> str:
-    """JSON with bytes as hexadecimal digits, and floats cut to six since their last bits differ between machines."""
+    """Return JSON with bytes in hexadecimal and floats rounded to six digits, since their last bits vary by machine."""
     return json.dumps([_steady(each) for each in fields], default=bytes.hex, separators=(",", ":"))
 
 
@@ -67,7 +67,7 @@ def history(seed: int) -> Lines:
 
 
 def changed(frozen: dict[str, Digest], seed: int, lines: Lines) -> str:
-    """What a history of ``seed`` has that the frozen one has not, in words; "" if it is the same or not frozen."""
+    """Describe how a history of ``seed`` differs from the frozen one; "" if it does not, or if none is frozen."""
     if (kept := frozen.get(str(seed))) is None or not (words := difference(kept, lines, 3)):
         return ""
     return f"this history is not the frozen one: {words}\n{ADVICE.format(part='histories', key=seed)}"
@@ -83,9 +83,9 @@ def record(keys: Iterable[str] | None = None) -> Iterator[tuple[str, Lines]]:
 
 
 def _play(chunk: range) -> tuple[list[Digest], set[str]]:
-    """Digests, and the tags of the messages."""
+    """Play histories; return their digests, and the tags of all messages."""
     gc.freeze()
-    gc.disable()  # what a history leaves is looked for once, after some
+    gc.disable()  # garbage of all histories is collected at the end
     played = [history(seed) for seed in chunk]
     tags = {line.split(" ", 3)[2] for lines in played for line in lines}
     digests = [Digest.of(lines, SPACING) for lines in played]

@@ -1,4 +1,4 @@
-"""Samples of a page of metrics, and the label values that they have."""
+"""Parses the samples of a metrics page and their label values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 def sample(line: str) -> tuple[str, dict[str, str], float] | None:
-    """Name, labels and value of a line of the page; None of a comment."""
+    """Return name, labels and value of a line of the page; None for a comment."""
     if line.startswith("#") or not (found := _LINE.fullmatch(line)):
         return None
     return found[1], dict(_LABEL.findall(found[2] or "")), float(found[3])
 
 
 def seen(page: str) -> Iterator[str]:
-    """Each sample with labels, without its value: gauges, and of what is counted what is not 0."""
+    """Yield each labelled sample without its value: all gauges, and counters and histograms that are not 0."""
     kind = ""
     for line in page.splitlines():
         if line.startswith("# TYPE "):

@@ -23,7 +23,7 @@ def kept() -> dict[str, Lines]:
 
 
 def families(page: str) -> dict[str, Lines]:
-    """By name: type, label names of each sample, and bucket edges."""
+    """Return, by metric name, its type, the label names of its samples, and its bucket edges."""
     found: dict[str, Lines] = {}
     samples: dict[str, set[str]] = defaultdict(set)
     edges: dict[str, list[str]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""For each known bug, brought back, a simulated history that catches it.
+"""For each known bug of ``tests/simulation/mutations.py``, the seed of a simulated history that catches it.
 
-``python -m tests.golden.mutations`` prints the names of those that are caught, as JSON, once each of these histories
-has been played without the bug, and nothing was wrong.
+``python -m tests.golden.mutations`` prints the names of the bugs that are caught, as JSON, after it has checked that
+each of these histories passes without the bug.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.golden.store import HERE, Lines, read_whole, write_whole
 
 FILE = HERE / "mutations.txt"
 MOST_SEEDS = 900
-"""Of each bug; the rarest need some hundred."""
+"""The most seeds to search per bug; the rarest bugs need some hundred."""
 
 
 def kept() -> dict[str, Lines]:
@@ -25,7 +25,7 @@ def kept() -> dict[str, Lines]:
 
 
 def seed_of(name: str) -> int:
-    """The history that notices the bug ``name``."""
+    """Return the seed of the history that catches the bug ``name``."""
     return int(kept()[name][0].removeprefix("seed "))
 
 
@@ -37,7 +37,7 @@ def record(keys: Iterable[str] | None = None) -> Iterator[tuple[str, Lines]]:
 
 
 def _search(name: str, first: int) -> Lines:
-    """The seed ``first`` if it still notices the bug, else the next that does: of its kind before the others."""
+    """Return the seed ``first`` if it still catches the bug, otherwise another one, preferably of the same kind."""
     kinds = adapter.kinds()
     others = sorted(range(MOST_SEEDS), key=lambda seed: (seed % kinds != first % kinds, seed))
     for seed in (first, *others):
@@ -47,7 +47,7 @@ def _search(name: str, first: int) -> Lines:
 
 
 def caught() -> list[str]:
-    """Names of the bugs that their histories catch; raises if one of these is not clean without the bug."""
+    """Return the names of the bugs that their histories catch. Raises if one of these fails without the bug."""
     seeds = {name: seed_of(name) for name in adapter.mutations()}
     for seed in sorted(set(seeds.values())):
         adapter.play(seed)

@@ -1,7 +1,8 @@
 """The frozen parts by name.
 
-A part has ``freeze()``, which writes its ``FILE`` and says in words what is there, ``kept()``, which reads it (lines or
-their digest, by key), and ``record(keys)``, which yields (key, lines) as they are now, of all entries without keys.
+A part has ``freeze()``, which writes its ``FILE`` and returns a description, ``kept()``, which reads the file (lines or
+their digest, by key), and ``record(keys)``, which yields (key, lines) of the current behaviour, for all entries if
+``keys`` is None.
 """
 
 from __future__ import annotations
@@ -13,5 +14,5 @@ PARTS = ("histories", "transcripts", "tokens", "wire", "metrics", "commands", "m
 
 
 def part(name: str) -> Any:
-    """The module; imported late, as some need torch."""
+    """Import the module of a part, lazily, since some need torch."""
     return importlib.import_module(f"tests.golden.{name}")

@@ -1,8 +1,8 @@
-"""Places in ``coordinator/`` that refuse or fail a request, and those of them that no transcript reaches.
+"""Finds the places in ``coordinator/`` that refuse or fail a request, and those that no transcript reaches.
 
-A place is a call of ``RequestError``, or of a function that always returns or raises one. Its name has the function
-that it is in, what is called, and its status, code and parameter where they are constants, but no file and no line: a
-place that moves keeps its name.
+A place is a call of ``RequestError``, or of a function that always returns or raises one. Its name consists of the
+enclosing function, the called name, and status, code and parameter where they are constants. It contains no file and no
+line, so a place that moves keeps its name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOM = Path(__file__).parents[2] / "coordinator"
 BASE = "RequestError"
 _MAKERS = ("NoReturn", BASE)
-"""What the annotation of a function says that always returns or raises one."""
+"""Return annotations of functions that always return or raise a RequestError."""
 _WORD = re.compile(r"[\w.\[\]-]{1,40}")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -29,13 +29,13 @@ EXCUSED = {
     "Dispatcher._give_up_stranded: _too_large()": "for requests that began nowhere; its errors are those of submit",
     "Connection.handle_error: overloaded()": "of hundreds of connections: tests/security/test_http_limits.py",
 }
-"""Why no transcript reaches a place."""
+"""Places that no transcript reaches, with the reason."""
 if sys.version_info >= (3, 14):
     EXCUSED["parse_json: refuse(invalid_json) #4"] = "the stack of C is deep enough: what is too deep is refused later"
 
 
 class Place(NamedTuple):
-    """``lines`` of the call in ``file``, and the last part of the name of what is called."""
+    """A call: its name, file and lines, and the last part of the called name."""
 
     name: str
     file: str
@@ -65,7 +65,7 @@ def places() -> list[Place]:
 
 
 def _calls(node: ast.AST, within: str) -> Iterator[tuple[str, ast.Call]]:
-    """The calls below ``node``, in their order, with the qualified name of the function that each is in."""
+    """Yield the calls below ``node`` in order, each with the qualified name of its enclosing function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
             yield within, child
@@ -74,7 +74,7 @@ def _calls(node: ast.AST, within: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _constants(call: ast.Call) -> Iterator[str]:
-    """Numbers and words among the arguments; not the prose, which transcripts hold."""
+    """Yield the constant numbers and words among the arguments; messages are checked by transcripts instead."""
     for argument in (*call.args, *(each.value for each in call.keywords)):
         if isinstance(argument, ast.Constant):
             value = argument.value
@@ -83,8 +83,9 @@ def _constants(call: ast.Call) -> Iterator[str]:
 
 
 def complaints(reached: set[tuple[str, int, str]]) -> list[str]:
-    """What is wrong with ``reached``, as :func:`tests.golden.adapter.watched_refusals` collects it: places that no
-    transcript reaches without an excuse, and excuses that are not needed."""
+    """Return complaints: places that no transcript reaches and that have no excuse, and excuses that are not needed.
+
+    ``reached`` comes from :func:`tests.golden.adapter.watched_refusals`."""
     by_name = {
         place.name: any((place.file, line, place.called) in reached for line in place.lines) for place in places()
     }

@@ -1,4 +1,4 @@
-"""Some 1,800 HTTP requests as data: every field of the API with valid values, limits and values beyond them."""
+"""About 1,800 HTTP requests as data: every field of the API with valid values, limits, and values beyond the limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KEY, ADMIN_KEY = register("key-of-a-client"), register("key-of-an-admin")
 PAGE = "https://page.example"
 INT64 = 1 << 63
 FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "too_long")
-"""With which a worker gives a request up for good."""
+"""Error codes with which a worker fails a request for good."""
 SILENT = {"colocated": {"delay_s": 60.0}}
-"""Of workers that say no token."""
+"""Options of workers that never send a token."""
 
 
 class Call(NamedTuple):
-    """``server`` names one of :data:`SERVERS`."""
+    """One HTTP request; ``server`` names one of :data:`SERVERS`."""
 
     name: str
     server: str
@@ -28,9 +28,9 @@ class Call(NamedTuple):
     headers: dict[str, str]
     body: bytes | None
     raw: bytes | None = None
-    """The whole request, if it is no well-formed one."""
+    """The bytes of the whole request, if it is malformed."""
     later: bytes = b""
-    """What follows ``raw`` as soon as the server has sent something."""
+    """Bytes to send after ``raw``, once the server has sent a response head."""
     leaves: bool = False
     """Whether the client closes the connection after the first event of a stream."""
 
@@ -75,7 +75,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "leaving": (("colocated",), {"slow": 60.0}),
     "shrinking": (("prefill", "decode"), {"trouble": "a smaller decode worker", "slow": 60.0, "failure_timeout": 0.5}),
 }
-"""Workers and options of each, as :func:`tests.golden.adapter.serve` takes them."""
+"""The workers and options of each server, as :func:`tests.golden.adapter.serve` takes them."""
 
 # -- values of each field ---------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def text(*more: Any) -> tuple[Any, ...]:
 
 
 def anything(*more: Any) -> tuple[Any, ...]:
-    """Of a field that is ignored or not supported."""
+    """Return values of a field that is ignored or not supported."""
     return (None, False, True, 1, "x", [], ["x"], *WRONG_FOR_ALL, *more)
 
 
@@ -276,7 +276,7 @@ STREAMED: tuple[dict[str, Any], ...] = (
     {"return_metrics": True},
     {"return_metrics": True, "stream_options": USAGE},
 )
-"""What is varied of streams."""
+"""Fields to vary in streaming requests."""
 
 BODIES: dict[str, bytes] = {
     "empty": b"",
@@ -397,7 +397,7 @@ def _fields(path: str, base: dict[str, Any], table: dict[str, tuple[Any, ...]]) 
 
 def _generating() -> Iterator[Call]:
     yield from _fields(CHAT, SOME_CHAT, ONLY_CHAT | BOTH)
-    # the fields that both have are read by the same code: of completions their limits are enough
+    # fields of both APIs are parsed by the same code, so for completions a part of their values is enough
     yield from _fields(TEXT, SOME_TEXT, ONLY_TEXT | {name: values[:6] for name, values in BOTH.items()})
     for path, extra in TOGETHER:
         for stream in (False, True):
@@ -462,7 +462,7 @@ def _guarded() -> Iterator[Call]:
         for name, headers in KEYS.items():
             for method, path in calls:
                 if path == "/metrics" and name in ("none", "client", "admin"):
-                    continue  # the page is another frozen part; here only who may not see it
+                    continue  # the page is frozen in another part; here only its access control
                 body = b'{"prompt": "x"}' if method == "POST" else None
                 yield Call(f"{server}: {method} {path} with {name}", server, method, path, headers, body)
     for server in ("colocated", "admin key", "client key"):
@@ -504,7 +504,7 @@ def _guarded() -> Iterator[Call]:
 
 
 def _refused() -> Iterator[Call]:
-    """What the tables above do not reach, see :mod:`tests.golden.refusals`."""
+    """Yield requests that reach the refusals which the tables above do not; see :mod:`tests.golden.refusals`."""
     deep: Any = "x"
     for _ in range(70):
         deep = [deep]
@@ -559,7 +559,7 @@ def _refused() -> Iterator[Call]:
 
 def calls() -> list[Call]:
     found = [*_generating(), *_others(), *_guarded(), *_refused()]
-    found.sort(key=lambda call: list(SERVERS).index(call.server))  # stable: one server after the other
+    found.sort(key=lambda call: list(SERVERS).index(call.server))  # a stable sort that groups the requests by server
     by_name: dict[str, Call] = {}
     for call in found:
         assert by_name.setdefault(call.name, call) == call, call.name

@@ -1,8 +1,8 @@
-"""Frozen entries: each is a list of lines under a key, kept whole or as digests that find the first changed line.
+"""Storage of frozen entries: lists of lines by key, stored whole or as digests that locate the first changed line.
 
-A digest file has one line per entry: key, number of lines, spacing, digest of all lines, and marks: one byte of the
-digest of all lines so far, at every ``spacing``-th line. A changed line shows in the first mark behind it, but for one
-chance in 256, and then in the next.
+A digest file has one line per entry: key, number of lines, spacing, digest of all lines, and marks. A mark is one byte
+of the digest of all lines so far, at every ``spacing``-th line. A changed line changes the first mark after it with
+probability 255/256, and otherwise probably the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 Lines = list[str]
 MOST_SHOWN = 300
-"""Characters of a line in a failed test."""
+"""The most characters shown of a line in a failed test."""
 ADVICE = (
     "both sides: python -m tests.golden.diff {part} --key {key!r}\n"
     "if the change is meant: make golden ARGS={part}, in a commit that says so"
@@ -26,7 +26,7 @@ ADVICE = (
 
 
 class Digest(NamedTuple):
-    """What is kept of an entry."""
+    """The digest of an entry."""
 
     count: int
     spacing: int
@@ -43,7 +43,7 @@ class Digest(NamedTuple):
         return cls(len(lines), spacing, running.hexdigest(), bytes(marks))
 
     def departs(self, lines: Sequence[str]) -> range | None:
-        """Indices of the lines of which one is the first that changed; None if none did."""
+        """Return the range of line indices that contains the first changed line; None if no line changed."""
         now = Digest.of(lines, self.spacing)
         if now.digest == self.digest:
             return None
@@ -53,7 +53,7 @@ class Digest(NamedTuple):
 
 
 def difference(kept: Digest | Lines, lines: Lines, before: int) -> str:
-    """In words; "" if there is none."""
+    """Describe the difference between a frozen entry and its current lines; "" if there is none."""
     if isinstance(kept, list):
         return "\n".join(difflib.unified_diff(kept, lines, "frozen", "now", lineterm="", n=before))
     if (departs := kept.departs(lines)) is None:
@@ -87,7 +87,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
 
 
 def write_whole(path: Path, entries: Iterable[tuple[str, Lines]]) -> None:
-    """For entries that are few and short: each line is kept."""
+    """Write every line of each entry, for parts with few and short entries."""
     with path.open("w") as file:
         for key, lines in entries:
             file.write("\n    ".join([key, *lines]) + "\n")
@@ -105,7 +105,7 @@ def read_whole(path: Path) -> dict[str, Lines]:
 
 
 def canonical(value: Any) -> Any:
-    """``value`` with what may differ between machines made equal: floats have six digits, bytes are hexadecimal."""
+    """Return ``value`` in a form that is equal on all machines: floats with six digits, bytes in hexadecimal."""
     match value:
         case float():
             return float(f"{value:.6g}")
@@ -124,7 +124,7 @@ def compact(value: Any) -> str:
 
 
 def flat(value: Any, path: str = "") -> Iterator[str]:
-    """One line for each leaf of a JSON value, and for each container that is empty."""
+    """Yield one line per leaf of a JSON value, and per empty container."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from flat(each, f"{path}.{key}" if path else str(key))

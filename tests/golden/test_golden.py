@@ -1,4 +1,4 @@
-"""The system does what it did when it was frozen. README.md beside this file says what to do when it does not.
+"""Tests that the system behaves as it was frozen. README.md in this directory says what to do if a test fails.
 
 Histories are compared where they are played: ``tests/simulation/test_simulation.py``.
 """
@@ -20,7 +20,7 @@ from tests.golden.store import ADVICE, Digest, difference, read_digests, read_wh
 
 
 def changes(name: str, keys: Iterable[str] | None = None) -> str:
-    """The first difference of a part, in words, and how many there are; "" if there is none."""
+    """Describe the first difference of a part, and the number of differences; "" if there is none."""
     module = part(name)
     kept, now = module.kept(), dict(module.record(keys))
     wanted = kept.keys() if keys is None else set(keys)
@@ -35,7 +35,7 @@ def changes(name: str, keys: Iterable[str] | None = None) -> str:
 
 
 def tool(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``python -m tests.golden.diff WORDS``."""
+    """Run ``python -m tests.golden.diff WORDS``."""
     command = [sys.executable, "-m", "tests.golden.diff", *words]
     return subprocess.run(command, env=os.environ | variables, check=False, capture_output=True, text=True)
 
@@ -47,7 +47,7 @@ def test_part(name: str) -> None:
 
 
 def test_transcripts() -> None:
-    """They are as they were, and reach every place that refuses a request: they are played once for both."""
+    """Transcripts are unchanged, and together reach every place that refuses a request (recorded once for both)."""
     with adapter.watched_refusals() as reached:
         words = changes("transcripts")
     if found := [*([words] if words else []), *refusals.complaints(reached)]:
@@ -55,7 +55,7 @@ def test_transcripts() -> None:
 
 
 def test_histories_do_not_depend_on_the_order_of_hashes() -> None:
-    """``tests/simulation`` plays them with another seed of hashes."""
+    """``tests/simulation`` plays them with a different PYTHONHASHSEED."""
     done = tool("histories", "--alone", "--key", *map(str, range(20)), PYTHONHASHSEED="1")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
@@ -133,7 +133,7 @@ def test_a_place_that_refuses_is_named_without_its_line() -> None:
 
 
 def test_only_the_adapter_imports_what_is_tested() -> None:
-    """So a module that moves changes two files here."""
+    """A renamed module must require changes in these two files only."""
     own = Path(__file__).parent
     rooms = ("common", "coordinator", "prefill", "decode", "kvtransfer", "deploy", "bench")
     imports = re.compile(rf"\s*(from|import) ({'|'.join(rooms)})\b")

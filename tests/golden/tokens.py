@@ -1,7 +1,8 @@
-"""Tokens of each model family, greedy and seeded, from the engine in float32, where no other could have won.
+"""Greedy and seeded tokens of each model family, from the engine in float32, without near-ties.
 
-Last bits of logits differ between machines, so prompts are tried until every token of the answer still wins with
-``TRIALS`` other errors of ``ERROR`` standard deviations added to its logits, a thousand times what float32 leaves.
+The last bits of logits differ between machines. Therefore prompts are tried until every token of the answer still wins
+with each of ``TRIALS`` random errors added to its logits, of ``ERROR`` standard deviations: a thousand times the error
+of float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FILE = HERE / "tokens.txt"
 KINDS = ("llama", "llama-untied", "qwen3", "mistral", "gemma2", "gemma3", "qwen3-moe", "phi3", "gpt2", "gpt-oss",
          "deepseek-v3", "mixtral")  # fmt: skip
 PROMPTS = (5, 16, 33)
-"""Lengths, in the middle of a block of 16, at its end, and beyond two."""
+"""Prompt lengths: within a block of 16 tokens, at its end, and beyond two blocks."""
 COUNT, TRIALS, ERROR, ATTEMPTS = 6, 32, 0.003, 400
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -32,7 +33,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 class NearTieError(Exception):
-    """No prompt was found whose answer is the same on every machine."""
+    """Raised when no prompt was found whose answer is the same on every machine."""
 
 
 def kept() -> dict[str, Lines]:
@@ -40,7 +41,7 @@ def kept() -> dict[str, Lines]:
 
 
 def _case(kind: str, length: int, sampling: str, attempt: int) -> tuple[list[int], int, dict[str, Any]]:
-    """A prompt of ordinary tokens, the seed of the answer, and its sampling fields."""
+    """Return a prompt of ordinary tokens, the answer's seed, and its sampling fields."""
     chance = random.Random(f"{kind} {length} {sampling} {attempt}")
     return [chance.randrange(8, 512) for _ in range(length)], chance.randrange(1 << 63), SAMPLINGS[sampling]
 

@@ -1,4 +1,4 @@
-"""Answers of the coordinator to the requests of :mod:`tests.golden.requests`, byte by byte but for what must differ."""
+"""The coordinator's answers to the requests of :mod:`tests.golden.requests`, without the values that vary by run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = HERE / "transcripts.txt"
 PATIENCE_S = 60.0
 UNSEEN_HEADERS = ("date", "content-length")
 REASONS = {"Request Entity Too Large": "Content Too Large", "Unprocessable Entity": "Unprocessable Content"}
-"""Reason phrases of HTTP that newer versions of Python have by other words."""
+"""HTTP reason phrases that newer versions of Python have changed."""
 VOLATILE_KEYS = {
     "created": int,
     "version": str,
@@ -30,18 +30,18 @@ VOLATILE_KEYS = {
     "latency_us": float,
     **dict.fromkeys(("running", "waiting", "free", "held"), int),  # of a worker, as of its last heartbeat
 }
-"""Values that differ from run to run, and what they must be."""
+"""Keys whose values differ from run to run, and the types of these."""
 _ENDS = re.compile(r"\b(outcome|reason|finished_reason)=")
 EVENT_END = b"\n\n"
 IDS = re.compile(r"\b(chatcmpl|cmpl|req)-[0-9a-f]{24,32}\b")
 LEFT = re.compile(r"(?<=the deadline is in )[\d.]+")
 _CHOICE = re.compile(r'"index": ?(\d+)')
 MEASURED = re.compile(r"_(ms|s)(_mean|_max|_p\d+)?$")
-"""Keys of measured times."""
+"""Matches the keys of measured times."""
 
 
 def exchange(call: Call, port: int) -> bytes:
-    """The request as it goes over the socket."""
+    """Return the bytes of the HTTP request."""
     if call.raw is not None:
         return call.raw
     headers = {"Host": f"127.0.0.1:{port}", "Connection": "close"} | call.headers
@@ -52,7 +52,7 @@ def exchange(call: Call, port: int) -> bytes:
 
 
 async def answer(call: Call, port: int) -> bytes:
-    """All that the server sends until it closes the connection."""
+    """Send a request, and return everything that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(exchange(call, port))
@@ -66,14 +66,14 @@ async def answer(call: Call, port: int) -> bytes:
                 writer.write(call.later)
                 await writer.drain()
             return begun + await reader.read(-1)
-    except ConnectionError:  # refused before all of the request was read
+    except ConnectionError:  # the server refused the request before it had read all of it
         return b""
     finally:
         writer.close()
 
 
 def transcript(call: Call, data: bytes, port: int) -> Lines:
-    """Lines of one or more responses on one connection."""
+    """Return the lines of one or more responses on one connection."""
     lines: Lines = []
     while data:
         head, there, data = data.partition(b"\r\n\r\n")
@@ -115,15 +115,16 @@ def dechunked(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def chunk_lines(chunks: list[bytes], call: Call) -> Lines:
-    """How many events each chunk of a stream has, and whether any chunk ends within one. Of answers to several prompts,
-    whose tokens come in any order, only the latter."""
+    """Return whether all chunks of a stream end with an event, and the number of events in each.
+
+    The numbers are left out for several prompts, whose tokens arrive in any order."""
     whole = all(chunk.endswith(EVENT_END) for chunk in chunks)
     counts = "" if several_prompts(call) else " ".join(str(chunk.count(EVENT_END)) for chunk in chunks)
     return [f"{'whole' if whole else 'broken'} events in chunks: {counts}"]
 
 
 def several_prompts(call: Call) -> int:
-    """How many prompts a request has in one array; 0 if it has one by itself."""
+    """Return the number of prompts in the request's array; 0 if it has a single prompt."""
     prompt = json.loads(call.body or b"{}").get("prompt")
     return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int | float) else 0
 
@@ -142,8 +143,7 @@ def body_lines(body: bytes, names: dict[str, str], call: Call, port: int) -> Ite
 
 
 def by_choice(events: list[str]) -> list[str]:
-    """The same with those of the first choice before those of the next: answers to two prompts come at once, and which
-    is the first to go on is chance."""
+    """Return ``events`` sorted by choice: answers to several prompts arrive interleaved at random."""
     choices = [int(found[1]) if (found := _CHOICE.search(event)) else None for event in events]
     places = [at for at, choice in enumerate(choices) if choice is not None]
     in_order = iter(sorted(places, key=lambda at: choices[at] or 0))
@@ -158,7 +158,7 @@ def _event_line(line: str, port: int) -> str:
 
 
 def steady(value: Any, port: int, key: str = "") -> Any:
-    """``value`` without what differs from run to run."""
+    """Return ``value`` with everything that differs from run to run replaced by placeholders."""
     if key in VOLATILE_KEYS and isinstance(value, VOLATILE_KEYS[key]):
         return f"({key})"
     if isinstance(value, int | float) and not isinstance(value, bool) and MEASURED.search(key):
@@ -197,19 +197,19 @@ async def _record(wanted: Container[str] | None, model: Path) -> list[tuple[str,
 
 
 async def _labels(served: adapter.Served, trouble: bool) -> Lines:
-    """Label values of metrics; in a server with a ``trouble`` only of how requests ended: whether a worker is there is
-    chance."""
+    """Return the label values of the metrics. With a ``trouble``, only those about the ends of requests: whether a
+    worker is present then is a matter of timing."""
     found = [steady_text(line, served.port) for line in seen(await served.metrics())]
     return [line for line in found if not trouble or _ENDS.search(line)]
 
 
 def labels_of(server: str) -> str:
-    """The name of the entry that has all label values of metrics after the requests to ``server``."""
+    """Return the key of the entry with all label values of metrics after the requests to ``server``."""
     return f"label values: {server}"
 
 
 async def _asked(call: Call, lines: Lines, served: adapter.Served) -> Lines:
-    """What workers were asked to begin, as lines."""
+    """Return, as lines, the requests that workers received."""
     if call.method != "POST" or not call.path.endswith("/completions"):
         return []
     count, seeded = 0, False
@@ -222,7 +222,7 @@ async def _asked(call: Call, lines: Lines, served: adapter.Served) -> Lines:
             asked["seed"] = "(drawn)"
         shown.append(f"worker gets {compact(asked)}")
     if "trouble" in SERVERS[call.server][1]:
-        shown = list(set(shown))  # how many of its attempts have arrived by now is chance
+        shown = list(set(shown))  # the number of attempts that have arrived by now depends on timing
     return sorted(shown)
 
 
@@ -233,7 +233,7 @@ def kept() -> dict[str, Digest]:
 def record(keys: Iterable[str] | None = None) -> Iterator[tuple[str, Lines]]:
     with tempfile.TemporaryDirectory() as directory:
         model = adapter.fake_model(Path(directory) / "model")
-        logging.disable()  # hundreds of requests are to fail
+        logging.disable()  # hundreds of requests fail on purpose
         try:
             found = asyncio.run(_record(None if keys is None else set(keys), model))
         finally:

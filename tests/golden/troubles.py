@@ -1,6 +1,6 @@
-"""Servers in which something goes wrong, by the words with which :data:`tests.golden.requests.SERVERS` asks for it.
+"""Faults in a server under test, by the names that :data:`tests.golden.requests.SERVERS` uses.
 
-Like ``adapter``, this knows the modules under test.
+Like ``adapter``, this module may import modules under test.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _full_lanes(cluster: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _slow_queue(cluster: Any) -> Iterator[None]:
-    """One request waits that takes longer than any may."""
+    """Queue one request that would take longer than any request may wait."""
     admission = cluster.dispatcher.admission
     admission.back(10**6)
     admission._rate = 1.0
@@ -119,7 +119,7 @@ EVENTS: dict[str, Callable[[Any], Awaitable[None]]] = {
 
 @contextlib.asynccontextmanager
 async def trouble(name: str, cluster: Any) -> AsyncIterator[None]:
-    """``cluster`` with the trouble ``name`` ("": none) meanwhile."""
+    """Inject the trouble ``name`` ("": none) into ``cluster`` for the duration of the block."""
     with FAULTS[name](cluster) if name in FAULTS else contextlib.nullcontext():
         task = asyncio.ensure_future(EVENTS[name](cluster)) if name in EVENTS else None
         try:

@@ -1,4 +1,4 @@
-"""Bytes between processes: an example of each message, and what stands beside messages."""
+"""Bytes between processes: an example of each message, and other encodings such as frame headers."""
 
 from __future__ import annotations
 

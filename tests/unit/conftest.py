@@ -1,4 +1,4 @@
-"""Fixtures that tests of several packages use."""
+"""Fixtures shared by the tests of several packages."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def door(cluster_key: Path) -> Iterator[Door]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """The keys of another cluster."""
+    """The key file of another cluster."""
     return keygen(tmp_path / "other.key")

@@ -1,4 +1,4 @@
-"""The coordinator's control port, turned by hand, and whoever dials it."""
+"""The coordinator's control port, polled by the test, and peers that connect to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pace import scaled
 
 WAIT_S = 10.0
 QUIET_S = 0.3
-"""Long enough for a handshake on this machine: who has not come in by then was turned away."""
+"""Long enough for a handshake on this machine: a peer that is not connected by then was rejected."""
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -32,7 +32,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 class Door:
-    """The coordinator's gateway, turned by hand, and dealers with keys of their own."""
+    """The coordinator's gateway, which reads only when the test calls :meth:`answer`, and dealers with various keys."""
 
     def __init__(self, cluster_key: Path | None, port: int = 0) -> None:
         self.cluster_key = cluster_key
@@ -68,7 +68,8 @@ class Door:
         return self.sockets[-1]
 
     def answer(self, socket: zmq.Socket[Any]) -> Any:
-        """The next message to ``socket``, or None after QUIET_S without one."""
+        """Return the next message to ``socket``, or None if none arrives in time: ``WAIT_S``, or ``QUIET_S`` if none is
+        expected."""
         give_up = time.monotonic() + (WAIT_S if self.expected else QUIET_S)
         while time.monotonic() < give_up:
             self.gateway._read()

@@ -1,4 +1,4 @@
-"""Messages of too many parts, and how many parts of them are read."""
+"""Messages with too many parts, and a counter of the parts that are read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common.net.sockets import BoundedSocket
 
 
 def many(parts: int) -> list[bytes]:
-    """A message that nobody sends who means it well."""
+    """Return a malicious message of ``parts`` parts."""
     return [b"%d" % number for number in range(parts)]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by 1 for every part that is read from now on."""
+    """Return a list that grows by one element for every part that is read from now on."""
     received: list[int] = []
     receive = BoundedSocket.recv
 

@@ -1,4 +1,4 @@
-"""Prefill and decode workers on the oracle engine, with the test as their coordinator."""
+"""Prefill and decode workers around the oracle engine, with the test as their coordinator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE_S = 20.0
 
 
 class Bench:
-    """One coordinator socket and some workers, all turned by one thread: nothing happens unless :meth:`turn` runs."""
+    """One coordinator socket and some workers in the test's thread: nothing happens unless :meth:`turn` runs."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
@@ -142,7 +142,7 @@ class Bench:
         self.tell(prefill, Prefill(request, attempt, self.peer(decode)))
 
     def check(self, request: Request, attempt: int = 1) -> None:
-        """Every choice has ended and is exactly the oracle's."""
+        """Check that every choice has ended and equals the oracle's."""
         for choice in range(request.n):
             key = (request.id, attempt, choice)
             length = len(self.streams[key])
@@ -153,7 +153,8 @@ class Bench:
             assert self.finished[key] is FinishReason.LENGTH
 
     def shipped(self, request: Request) -> list[Timing]:
-        """What prefill told of the request's hand-offs: it does when decode has accepted, which tokens may overtake."""
+        """Wait for prefill's timings of the request's hand-offs, and return them. Prefill sends them when decode has
+        accepted, so tokens may arrive before."""
 
         def told() -> list[Timing]:
             return [each for each in self.timings if each.request == request.id and "kv_bytes" in each.values]

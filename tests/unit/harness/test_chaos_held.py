@@ -1,4 +1,4 @@
-"""What is held for nobody is told apart from what is held for streams that run."""
+"""Holdings without a use are distinguished from those of running streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_stream_that_runs_on_is_held_for_its_client() -> None:
 
 
 def test_what_is_kept_of_a_lost_attempt_is_seen_while_the_next_one_streams() -> None:
-    """The mutant: decode never gave back what a prefill worker that died was to fill."""
+    """The bug: decode never freed the blocks that a dead prefill worker was to fill."""
     prefill = worker("prefill", held(90.0, (STREAM, 0)), ended_at=STRUCK_AT)
     decode = worker(
         "decode", held(90.0, (STREAM, 0)), held(102.0, (STREAM, 0), (STREAM, 1)), held(140.0, (STREAM, 0)), held(145.0)

@@ -1,4 +1,4 @@
-"""When something is played again: late while the host took the cores, and for no other reason."""
+"""A measurement is repeated if it was late while the host took CPU time, and for no other reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Times(NamedTuple):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
-    """What the system says that it spent so far, the last entry for ever."""
+    """The CPU times that the system reports; the last entry is the current one."""
     monkeypatch.setattr(host, "CALM_S", 0.01)
     said = [Times(5.0, 1.0, 2.0, 100.0, 3.0)]
     monkeypatch.setattr(host.psutil, "cpu_times", lambda: said[-1])

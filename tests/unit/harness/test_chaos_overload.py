@@ -1,4 +1,4 @@
-"""What is said of streams beside an overload: that they went on as before, or that they did not."""
+"""The judgement of running streams during an overload: whether their inter-token latency stayed as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault proxy does what it says and counts it: a harness is trusted only as far as its tools."""
+"""The fault proxy injects the faults that it claims to, and counts them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_messages_are_told_apart() -> None:
 
 @dataclass
 class Line:
-    """A client, the proxy, and a listener that keeps what it gets."""
+    """A client, the proxy, and a listener that records what it receives."""
 
     proxy: Proxy
     reader: asyncio.StreamReader
@@ -79,7 +79,8 @@ class Line:
         await self.writer.drain()
 
     async def until(self, wanted: bytes | str) -> None:
-        """Until the listener has got the handshake and exactly these bytes, or the connection has ended so."""
+        """Wait until the listener has received the handshake and exactly these bytes, or until the connection has ended
+        in this way ("closed", "reset")."""
         if isinstance(wanted, bytes):
             wanted = GREETING + READY + wanted
         async with asyncio.timeout(SOON_S):
@@ -190,7 +191,7 @@ async def test_who_dialled_into_a_black_hole_dials_again_when_it_is_whole() -> N
         reader, writer = await asyncio.open_connection("127.0.0.1", at.proxy.port)
         writer.write(GREETING)
         async with asyncio.timeout(SOON_S):
-            while at.proxy.done["black_hole"] < len(GREETING):  # noqa: ASYNC110 - nobody tells
+            while at.proxy.done["black_hole"] < len(GREETING):  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
             at.proxy.heal()
             assert await reader.read() == b""
@@ -206,7 +207,7 @@ async def test_a_severed_connection_carries_nothing_in_one_direction_and_the_nex
         at.listener.write(GREETING)
         async with asyncio.timeout(SOON_S):
             assert await at.reader.readexactly(len(GREETING)) == GREETING, "answers pass"
-            while not at.proxy.done["severed"]:  # noqa: ASYNC110 - nobody tells
+            while not at.proxy.done["severed"]:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         assert not at.ended and bytes(at.got) == GREETING + READY
         dead, at.listener = at.listener, None

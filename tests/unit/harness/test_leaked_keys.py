@@ -1,4 +1,4 @@
-"""The search of logs for keys can fail: in each place where a key can show, alone and under xdist."""
+"""The search of logs for keys finds one in each place where it can appear, alone and under xdist."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ NAMES = {"api_key", "admin_api_key", "TANDEM_API_KEY", "TANDEM_ADMIN_API_KEY", "
 
 
 def spelled_out(source: str) -> Iterator[str]:
-    """Keys that stand as they are behind a flag, in a field or in a variable."""
+    """Yield keys written as literals after a flag, in a field or in a variable."""
 
     def text(node: ast.AST | None) -> str:
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
@@ -127,7 +127,7 @@ NO_FILES = {"PIPE", "DEVNULL", "STDOUT"}
 
 
 def unwatched(source: str) -> Iterator[str]:
-    """Functions that start a process whose output goes to a file, and do not watch that file."""
+    """Yield the functions that start a process with output to a file but do not watch that file."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -151,7 +151,7 @@ def test_every_log_of_a_process_is_watched() -> None:
 
 
 def test_no_test_makes_cluster_keys_that_are_not_searched_for() -> None:
-    """But for the tests of ``tandem keygen`` itself."""
+    """Only the tests of ``tandem keygen`` itself may."""
     keygen = re.compile(r"""[\[(]["']keygen["']""")
     found = {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/*.py") if keygen.search(file.read_text())}
     assert found == {"tests/leaked_keys.py", "tests/unit/common/net/test_keys.py"}

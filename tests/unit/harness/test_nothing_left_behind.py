@@ -1,4 +1,4 @@
-"""The rule of conftest.py catches what it says it catches: every kind of leak is made in a pytest of its own."""
+"""The leak check of conftest.py detects every kind of leak, each made in a separate pytest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing():
 """
 
 
-@pytest.mark.alone  # neighbours would complain about its segment, too
+@pytest.mark.alone  # tests beside it would report its segment too
 def test_each_kind_of_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     (tmp_path / "conftest.py").write_text(

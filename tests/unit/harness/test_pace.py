@@ -1,4 +1,4 @@
-"""Bounds of real time grow with how slow the machine is, and never shrink."""
+"""Bounds of real time grow on a slow machine, and never shrink."""
 
 from __future__ import annotations
 

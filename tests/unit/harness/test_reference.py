@@ -1,4 +1,4 @@
-"""The oracle itself: it accepts what is right and catches what is wrong."""
+"""Tests of the reference itself: it accepts correct outputs and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_cuts_by_hand() -> None:
     assert kept(top_p=0.69) == [1, 3]
     assert kept(top_p=0.71) == [1, 2, 3]
     assert kept(top_p=0.01) == [1]
-    assert kept(top_k=2, top_p=0.58) == [1, 3]  # of what top_k left: 4/7 and 3/7
+    assert kept(top_k=2, top_p=0.58) == [1, 3]  # top_k leaves 4/7 and 3/7
     assert kept(top_k=2, top_p=0.56) == [1]
     masks = list(keep_masks(logits, SamplingParams(max_tokens=1, seed=0, top_p=0.7), 1e-4))
     assert {tuple(np.flatnonzero(mask)) for mask in masks} == {(1, 3), (1, 2, 3)}  # 0.4 + 0.3 ties with the cut
@@ -122,6 +122,6 @@ def test_rotary_is_frozen_for_the_longest_sequence(checkpoint: Callable[[str], P
         frozen, plain = Reference(checkpoint(kind), 2048), Reference(checkpoint(kind))
         short, long = list(range(10, 40)), [(7 * i) % 500 + 8 for i in range(700)]
         before = frozen.logits(short)
-        assert np.abs(before - plain.logits(short)).max() > 1e-2, kind  # the short frequencies are others
+        assert np.abs(before - plain.logits(short)).max() > 1e-2, kind  # the frequencies for short sequences differ
         frozen.logits(long)
         assert np.array_equal(frozen.logits(short), before), kind

@@ -1,4 +1,4 @@
-"""Which tests a run has: a sample shows every pair of values, and what is fast can neither import torch nor fork."""
+"""Selection of tests: a sample covers every pair of values, and fast tests can neither import torch nor fork."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_marked_grids_are_sampled_alike_in_every_order(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_what_is_fast_can_be_collected() -> None:
-    """Each module is imported behind the hook that refuses torch: a new one that needs it is named in the list."""
+    """Each module is imported with the hook that forbids torch: a new one that needs torch must be in the list."""
     command = [sys.executable, "-m", "pytest", "--fast", "--collect-only", "-q", "tests"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
