@@ -28,7 +28,7 @@ MAX_TOKEN_ID = (1 << 32) - 1
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
 _TRANSFER_FIELDS = ("kv_transfer_params", "disagg_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "suffix": "Insertion ('suffix') is not supported: the models served here complete text at its end.",
     "audio": "Audio output is not supported: this server serves text models.",
     "use_beam_search": "Beam search is not supported; use 'n' for several choices.",
@@ -36,7 +36,7 @@ _UNSUPPORTED = {
     "function_call": "'function_call' is the deprecated form; send 'tool_choice' instead.",
     "web_search_options": "Web search is not supported: this server opens no outbound connection.",
 }
-_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 # -- chat -----------------------------------------------------------------------------------------------------------
@@ -196,11 +196,11 @@ def _refuse_unsupported(fields: Fields) -> None:
             refuse(
                 f"{name!r} is not for clients: the server alone decides where KV blocks travel.", name, "unsupported"
             )
-    for name, text in _UNSUPPORTED.items():
+    for name, text in UNSUPPORTED.items():
         value = fields.raw(name)
         if value is not None and value is not False:
             refuse(text, name, "unsupported")
-    for name in _STRUCTURED:
+    for name in STRUCTURED:
         if fields.has(name):
             refuse("Structured outputs are not supported yet.", name, "unsupported")
     if fields.raw("prompt_logprobs") is not None:

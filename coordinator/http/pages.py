@@ -85,11 +85,13 @@ def _model(services: Services) -> Json:
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
+    """List the served model."""
     return json_response({"object": "list", "data": [_model(request.app[SERVICES])]})
 
 
 @routes.get("/v1/models/{id:.+}")
 async def model(request: web.Request) -> web.Response:
+    """Describe the served model; 404 for another name."""
     services = request.app[SERVICES]
     services.model.check_name(request.match_info["id"])
     return json_response(_model(services))
@@ -176,6 +178,7 @@ async def _detokenized(request: web.Request) -> web.Response:
 
 @routes.get("/health")
 async def health(request: web.Request) -> web.Response:
+    """Answer 200 while the coordinator runs."""
     return json_response({"status": "ok"})
 
 
@@ -209,6 +212,7 @@ def _not_ready(services: Services) -> str | None:
 
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.StreamResponse:
+    """Show all metrics in Prometheus' text format."""
     page = request.app[SERVICES].metrics.page()
     response = web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
     return await deliver_whole(request, response)
@@ -216,11 +220,13 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/version")
 async def version(request: web.Request) -> web.Response:
+    """Return Tandem's version."""
     return json_response({"version": product_version()})
 
 
 @routes.get("/admin/workers")
 async def workers(request: web.Request) -> web.StreamResponse:
+    """List all workers with their state, load, memory and measured links."""
     services = request.app[SERVICES]
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}

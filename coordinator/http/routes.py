@@ -38,6 +38,7 @@ RETRY_COUNT = "x-stainless-retry-count"
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer a chat, as a whole or as server-sent events."""
     arrived_at = time.monotonic()
     services = request.app[SERVICES]
     _refuse_when_draining(services)
@@ -57,6 +58,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
+    """Complete text or token ids, up to 64 prompts in one request."""
     arrived_at = time.monotonic()
     services = request.app[SERVICES]
     _refuse_when_draining(services)
