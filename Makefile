@@ -6,6 +6,7 @@ BIN   := $(VENV)/bin
 ARGS  ?=
 SEEDS ?= 0:20000
 TYPES := $(BIN)/mypy --no-error-summary && $(BIN)/lint-imports --no-logo
+SITE  := $(BIN)/python -m sphinx -q --fail-on-warning --keep-going -b html docs build/docs
 # Compiled modules are kept: tests start hundreds of interpreters, and each would compile all of ours again.
 unexport PYTHONDONTWRITEBYTECODE
 # A quiet pip that still shows errors.
@@ -13,7 +14,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test test-all test-fast tests check style types simulation chaos soak builtin-model bench bench-crosscheck install clean
+.PHONY: help up test test-all test-fast tests check style types docs site simulation chaos soak builtin-model bench bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +35,7 @@ test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another 
 # All of it is run, whatever fails.
 FLOOD := tests/security/test_tokenize_flood.py
 tests: style
-	@said=$$(mktemp); set -m; (nice $(TYPES)) >$$said 2>&1 & checking=$$!; set +m; \
+	@said=$$(mktemp); set -m; (nice $(TYPES) && nice $(SITE)) >$$said 2>&1 & checking=$$!; set +m; \
 	 trap 'kill -- -$$checking 2>/dev/null; rm -f $$said' EXIT; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses 4 --dist loadscope; beside=$$?; \
 	 wait $$checking; checked=$$?; cat $$said; \
@@ -43,7 +44,7 @@ tests: style
 	     --ignore $(FLOOD) tests/chaos tests/e2e tests/security; systems=$$?; \
 	 exit $$((beside || checked || alone || systems))
 
-check: style types ## style, types and floors
+check: style types site ## style, types, import contracts, and the documentation without a warning
 
 style: $(VENV)/.installed-test
 	@$(BIN)/ruff check --quiet .
@@ -51,6 +52,13 @@ style: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	@$(TYPES)
+
+docs: $(VENV)/.installed-test ## write the generated pages anew and build the site: build/docs/index.html
+	@$(BIN)/python -m deploy.cli.reference
+	@$(SITE)
+
+site: $(VENV)/.installed-test
+	@$(SITE)
 
 simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
 	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json \
@@ -120,6 +128,6 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 # depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(call extra,test bench)
+	@$(call extra,test bench docs)
 	@$(PIP) --no-deps nixl nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@
