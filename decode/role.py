@@ -120,7 +120,7 @@ class DecodeWorker(Worker):
             case Measure():
                 self._measure(message, now)
             case _:
-                log.warning("a decode worker has no use for a %s message", type(message).__name__)
+                log.warning("dropped a %s message: a decode worker does not handle it", type(message).__name__)
 
     def _reserve(self, message: Reserve, now: float) -> None:
         request = message.request
@@ -220,7 +220,7 @@ class DecodeWorker(Worker):
         ):
             table = reservation.table
             if table is None:
-                raise InvariantBroken(f"{reservation.transfer} was granted no table")
+                raise InvariantBroken(f"{reservation.transfer} was granted without a table")
             tokens = len(reservation.sequence.tokens)
             self.receiver.expect(reservation.transfer, tokens, table.cached_tokens, table.blocks, reservation.peer, now)
 
@@ -234,7 +234,7 @@ class DecodeWorker(Worker):
             tokens, logprobs = self._first(sequence, commit)
         except ValueError as error:
             self.cache.close(table)
-            self.fail(transfer, "transfer_failed", f"the commit's first tokens make no sense: {error}", retriable=True)
+            self.fail(transfer, "transfer_failed", f"the commit's first tokens are invalid: {error}", retriable=True)
             return
         sequence.computed = len(sequence.tokens)
         self.cache.publish(table, sequence.tokens, sequence.computed)
@@ -254,7 +254,7 @@ class DecodeWorker(Worker):
                 f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, {len(sequence.choices)} choices"
             )
         if max(tokens) >= self.engine.vocab_size:
-            raise ValueError(f"token {max(tokens)} of a vocabulary of {self.engine.vocab_size}")
+            raise ValueError(f"token {max(tokens)} is outside the vocabulary of {self.engine.vocab_size}")
         return tokens, logprobs
 
     # -- computing ----------------------------------------------------------------------------------------------------

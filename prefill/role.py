@@ -105,7 +105,7 @@ class PrefillWorker(Worker):
             case Measure():
                 self._measure(message, now)
             case _:
-                log.warning("a prefill worker has no use for a %s message", type(message).__name__)
+                log.warning("dropped a %s message: a prefill worker does not handle it", type(message).__name__)
 
     def _prefill(self, message: Prefill, now: float) -> None:
         request, transfer = message.request, TransferId(message.request.id, message.attempt)

@@ -24,9 +24,11 @@ def select_backend(device: str, store: KvStore, name: str | None = None) -> Atte
     none of that name, or if its kernels were not compiled."""
     chosen = name or _best(device)
     if chosen not in BACKENDS:
-        raise StartError(f"no attention backend {chosen!r}", f"there are {', '.join(BACKENDS)}", "name one of these")
+        raise StartError(
+            f"no attention backend {chosen!r}", f"available are {', '.join(BACKENDS)}", "choose one of these"
+        )
     if chosen == "native" and cpu.library() is None:
-        raise StartError("no native attention", cpu.MISSING, "install a C compiler, then Tandem again")
+        raise StartError("no native attention", cpu.MISSING, "install a C compiler, then reinstall Tandem")
     return BACKENDS[chosen](store)
 
 

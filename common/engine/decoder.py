@@ -107,7 +107,7 @@ class FusedDecoder:
             until = last if on_layer is None else min(done + (2 if done else 1), last)
             match self._library.decode(self._address, step_pass, done, until):
                 case -1:
-                    raise MemoryError("no memory for what lies between a layer's kernels")
+                    raise MemoryError("no memory for the buffers between a layer's kernels")
                 case -2:
                     raise IndexError(f"a token outside the vocabulary of {self._embedding.shape[0]}")
             if on_layer is not None and until < last:

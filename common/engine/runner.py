@@ -150,7 +150,7 @@ class ModelEngine:
         if min(best) < 0:
             for index, token in zip(sampled, best, strict=True):
                 if token < 0:
-                    result.errors[index] = "the model's output is not a number"
+                    result.errors[index] = "the model's logits are not finite"
             good = [place for place, token in enumerate(best) if token >= 0]
             logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
         sequences = [batch.segments[index].sequence for index in sampled]
@@ -330,7 +330,7 @@ def load_engine(
         engine.notes.append(f"{packed} linear layers packed {how}")
     device.keep_freed_memory()
     if int8:
-        engine.notes.append("linear layers quantised to int8: half of the memory of bfloat16, slightly other numbers")
+        engine.notes.append("linear layers quantized to int8: half the memory of bfloat16, slightly different results")
     engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
     return engine
 

@@ -86,7 +86,7 @@ def _unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
     return StartError(
         f"cannot load {checkpoint.name}",
         f"transformers says {type(error).__name__}: {text[:300]}",
-        "check that the checkpoint is whole and that this transformers release knows it",
+        "check that the checkpoint is complete and that this transformers release supports it",
     )
 
 
@@ -160,5 +160,5 @@ def _bar() -> Progress:
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype called ``name``; StartError if it cannot be served."""
     if name not in DTYPES:
-        raise StartError(f"cannot serve with dtype {name}", f"there are {', '.join(DTYPES)}", "use --dtype auto")
+        raise StartError(f"cannot serve with dtype {name}", f"supported are {', '.join(DTYPES)}", "use --dtype auto")
     return DTYPES[name]

@@ -100,11 +100,11 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
     if [layer for layer, _, _ in recorder.calls] != list(range(count)):
         raise _unfit(checkpoint, f"attention was called {len(recorder.calls)} times for {count} layers")
     if config.get("attention_chunk_size"):
-        raise _unfit(checkpoint, "it attends in chunks, which is not built")
+        raise _unfit(checkpoint, "it attends in chunks, which is not supported")
     kinds = config.get("layer_types") or ()
     for (layer, _, params), kind in zip(recorder.calls, kinds, strict=False):
         if kind == "sliding_attention" and params.window is None:
-            raise _unfit(checkpoint, f"layer {layer} has a sliding window that attention is not told")
+            raise _unfit(checkpoint, f"layer {layer} has a sliding window that it does not pass to attention")
     return tuple(layout for _, layout, _ in recorder.calls)
 
 

@@ -105,7 +105,7 @@ def _cpuinfo(key: str) -> str | None:
 def choose_dtype(wanted: KvDtype | Literal["auto"], checkpoint_dtype: KvDtype, device: Device) -> tuple[KvDtype, str]:
     """Return the element type to compute in (``wanted`` unless it is "auto") and the reason in words."""
     if wanted != "auto":
-        return wanted, "asked for"
+        return wanted, "as requested"
     if device.kind == "cpu" and checkpoint_dtype == "bfloat16" and not device.has_bf16:
         return "float32", "this CPU has no bfloat16 instructions"
     if device.kind == "cpu" and checkpoint_dtype == "float16" and not device.has_fp16:

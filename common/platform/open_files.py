@@ -9,7 +9,7 @@ MOST_FILES = 1 << 16
 """Value to which the limit is raised where permitted: more connections than that are an attack."""
 _FEW_FILES = 1024
 _MOST_RESERVED = 256
-HINT = "ulimit -n, or LimitNOFILE= of its systemd unit, raises it"
+HINT = "raise the limit with ulimit -n, or with LimitNOFILE= in the systemd unit"
 
 log = logging.getLogger("tandem.files")
 

@@ -259,7 +259,7 @@ class Worker(abc.ABC):
         try:
             self.engine.memory.populate(self._populated, last := min(self._populated + POPULATED_BYTES, wanted))
         except OSError as error:
-            log.debug("blocks get their memory when they are used: %s", error)
+            log.debug("KV blocks cannot be pre-faulted: %s", error)
             last = self.engine.memory.blocks * size
         self._populated = last
         return True
@@ -284,18 +284,20 @@ class Worker(abc.ABC):
                 self._told_refusals.clear()
                 self._tell("joined the coordinator at %s", self.settings.coordinator)
             case Rejected(reason=reason):
-                raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
+                raise StartError(
+                    "the coordinator refuses this worker", reason, "use the model and options of the other workers"
+                )
             case NameTaken():
                 self._drop_all()
             case Rejoin():
                 why = "it was restarted, or has given this worker up and placed its requests elsewhere"
                 dropped = len(self.holdings())
-                log.warning("the coordinator asks this worker to join anew: %s (%d were still here)", why, dropped)
+                log.warning("the coordinator asks this worker to join again: %s (%d requests dropped)", why, dropped)
                 self._drop_all()
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
             case _ if not self.membership.joined:  # hold nothing before the duration of a lease is known
-                log.warning("a %s message is dropped: no Welcome came before it", type(message).__name__)
+                log.warning("dropped a %s message: it arrived before Welcome", type(message).__name__)
             case Lease(live=live):
                 self._renew(live, now)
                 self.membership.send(LeaseAck(self.incarnation))
@@ -303,7 +305,7 @@ class Worker(abc.ABC):
                 try:
                     self.handle(message, now)
                 except WireError as error:  # drop only the message: the coordinator retries or fails its request
-                    log.warning("a %s message is dropped: %s", type(message).__name__, str(error))
+                    log.warning("dropped a %s message: %s", type(message).__name__, str(error))
                     self.membership.bad_messages += 1
 
     def drain(self, timeout_s: float) -> None:
@@ -330,15 +332,15 @@ class Worker(abc.ABC):
         request that no coordinator sends: its attempt or a token id is out of range."""
         transfer = TransferId(request.id, attempt)
         if attempt > MAX_ATTEMPT:
-            raise WireError(f"attempt {attempt}")
+            raise WireError(f"attempt {attempt} is out of range")
         if (most := max_token(request.prompt, *request.emitted)) >= self.engine.vocab_size:
-            raise WireError(f"token {most} of a vocabulary of {self.engine.vocab_size}")
+            raise WireError(f"token {most} is outside the vocabulary of {self.engine.vocab_size}")
         if transfer in self._deadlines:
             return False  # a repeated message
         if self.draining_until is not None:
             self.fail(transfer, "draining", "this worker is leaving", retriable=True)
         elif len(self._deadlines) >= MAX_HELD:
-            self.fail(transfer, "no_memory", "no heartbeat can tell of more requests", retriable=True)
+            self.fail(transfer, "no_memory", "heartbeats cannot report more requests", retriable=True)
         elif self.engine.layout.blocks_for(tokens) > self.engine.memory.blocks or tokens > self.engine.max_model_len:
             room = min(self.engine.max_model_len, self.engine.memory.blocks * self.engine.layout.block_size)
             self.fail(transfer, "too_long", f"{tokens} tokens, this worker holds at most {room}", retriable=False)
@@ -400,7 +402,7 @@ class Worker(abc.ABC):
                 refusal,
             )
         elif silent:
-            words = "the coordinator at %s has said nothing for %.1f s: waiting for it"
+            words = "the coordinator at %s has been silent for %.1f s: waiting for it"
             log.warning(words, self.settings.coordinator, now - self._leased_until + self._lease_s)
         elif self._told_refusals:
             log.warning(
@@ -415,7 +417,7 @@ class Worker(abc.ABC):
         try:
             listed = set(unpack_transfers(live))
         except ValueError as error:
-            log.warning("a lease is dropped: %s", str(error))
+            log.warning("dropped a Lease message: %s", str(error))
             self.membership.bad_messages += 1
             return
         self._leased_until = now + self._lease_s
@@ -428,14 +430,14 @@ class Worker(abc.ABC):
             return
         unlisted, self._unlisted = self._unlisted, set()
         for transfer in [each for each in self.holdings() if each in unlisted]:
-            log.warning("request %s is not listed any more: dropped", transfer)
+            log.warning("dropped request %s: the coordinator no longer lists it", transfer)
             self.abort(transfer)
             self.count("reaped_requests")
 
     def _expire(self, now: float) -> None:
         """Drop everything once the lease has expired: without its coordinator a worker holds nothing."""
         if now > self._leased_until and (held := self.holdings()):
-            log.warning("the coordinator has been silent for %g s: %d requests are dropped", self._lease_s, len(held))
+            log.warning("the coordinator has been silent for %g s: dropping %d requests", self._lease_s, len(held))
             self.count("reaped_requests", len(held))
             self._drop_all()
 

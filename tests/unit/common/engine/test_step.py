@@ -127,7 +127,7 @@ def test_warm_up_leaves_no_trace(engine: ModelEngine) -> None:
 
 def test_it_says_what_it_chose(engine: ModelEngine) -> None:
     text = "\n".join(engine.notes)
-    assert "dtype float32: asked for" in text and "KV pool" in text and "attention " in text
+    assert "dtype float32: as requested" in text and "KV pool" in text and "attention " in text
     assert (engine.vocab_size, engine.max_model_len, engine.layout.block_size) == (512, 512, 16)
     assert engine.memory.blocks == 64
 
