@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 project = "Tandem"
-author = "the Tandem authors"
 with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as pyproject:
     release = tomllib.load(pyproject)["project"]["version"]
 
@@ -17,6 +16,7 @@ myst_heading_anchors = 4
 nitpicky = True
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"Tandem {release}"
 html_static_path = ["_static"]
 html_copy_source = False

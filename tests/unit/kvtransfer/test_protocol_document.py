@@ -1,7 +1,7 @@
-"""PROTOCOL.md cannot drift: its diagrams come from the tables of moves, its header size from the code,
-its failures are the rows of the chaos matrix.
+"""PROTOCOL.md has the state machines and the header size of the code, and the failure model has the rows of the chaos
+matrix.
 
-``python -m tests.unit.kvtransfer.test_protocol_document`` writes the diagrams anew.
+``python -m tests.unit.kvtransfer.test_protocol_document`` writes the tables of states anew.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from kvtransfer.session import (
 )
 from tests.chaos.cells import CELLS
 
-DOCUMENT = Path(__file__).parents[3] / "kvtransfer" / "PROTOCOL.md"
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "kvtransfer" / "PROTOCOL.md"
+FAILURES = ROOT / "docs" / "concepts" / "failure-model.md"
 MARKED = re.compile(r"(<!-- states of the (\w+) -->\n).*?(<!-- /states -->)", re.DOTALL)
 TRANSFER = TransferId(RequestId(bytes(16)), 1)
 MACHINES = {"sender": SENDER_MOVES, "receiver": RECEIVER_MOVES}
 
 
-def diagram(moves: Moves) -> str:
-    """The moves as a mermaid state diagram, in the order of the table."""
-    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> RESERVED"]
-    order = list(moves)
+def table(moves: Moves) -> str:
+    """The moves as a Markdown table, in the order of the state machine."""
+    rows = ["| state | next states |", "|---|---|", "| (start) | RESERVED |"]
     for state, following in moves.items():
-        lines += [f"    {state.name} --> {each.name}" for each in order if each in following]
-        lines += [] if following else [f"    {state.name} --> [*]"]
-    return "\n".join([*lines, "```", ""])
+        rows.append(f"| {state.name} | {', '.join(each.name for each in moves if each in following) or '(end)'} |")
+    return "\n".join([*rows, ""])
 
 
-def with_diagrams(text: str) -> str:
-    return MARKED.sub(lambda match: match[1] + diagram(MACHINES[match[2]]) + match[3], text)
+def with_tables(text: str) -> str:
+    return MARKED.sub(lambda match: match[1] + table(MACHINES[match[2]]) + match[3], text)
 
 
-def test_the_diagrams_are_the_tables() -> None:
+def test_the_tables_are_those_of_the_code() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert [match[2] for match in MARKED.finditer(text)] == list(MACHINES)
-    assert with_diagrams(text) == text
+    assert with_tables(text) == text
 
 
 def test_each_machine_has_its_own_way_to_accepted() -> None:
@@ -74,7 +74,7 @@ def test_the_header_has_the_size_it_says() -> None:
 
 
 def test_every_failure_is_made_to_happen() -> None:
-    section = DOCUMENT.read_text(encoding="utf-8").split("## Failures")[1].split("\n## ")[0]
+    section = FAILURES.read_text(encoding="utf-8").split("## Who notices what")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|")[-1] for line in section.splitlines() if line.startswith("| ")][1:]
     named = [name.strip() for row in rows for name in row.split(" · ") if name.strip()]
     assert sorted(named) == sorted({cell.name for cell in CELLS})
@@ -82,4 +82,4 @@ def test_every_failure_is_made_to_happen() -> None:
 
 if __name__ == "__main__":
     written = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(with_diagrams(written), encoding="utf-8")
+    DOCUMENT.write_text(with_tables(written), encoding="utf-8")
