@@ -125,15 +125,19 @@ class Metrics:
         self.cut_off_peers: Callable[[], int] = lambda: 0
         self.open_breakers: Callable[[], int] = lambda: 0
         self._model = model
-        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _BETWEEN)
-        self._tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", _BETWEEN
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS
         )
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting for a worker.", _SECONDS)
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.", _SECONDS)
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "First to last token.", _SECONDS)
+        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens of a choice.", _BETWEEN)
+        self._tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per output token after the first.", _BETWEEN
+        )
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", _SECONDS
+        )
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time waiting for a worker.", _SECONDS)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Time computing the prompt.", _SECONDS)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "Time from first to last token.", _SECONDS)
         self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._output = self._histogram("vllm:request_generation_tokens", "Output tokens of a request.", _TOKENS)
         self._prompt_total = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
@@ -142,14 +146,14 @@ class Metrics:
             "vllm:request_success", "Finished requests.", ("model_name", "finished_reason"), registry=self.registry
         )
         self._requests = Counter(
-            "tandem_requests", "Requests by how they ended and which way they took.", ("outcome", "path"),
+            "tandem_requests", "Requests by outcome and path.", ("outcome", "path"),
             registry=self.registry,
         )  # fmt: skip
         self._stages = Histogram(
-            "tandem_stage_seconds", "Time in each stage.", ("stage",), buckets=_STAGES, registry=self.registry
+            "tandem_stage_seconds", "Request time by stage.", ("stage",), buckets=_STAGES, registry=self.registry
         )
         self._bytes = Counter(
-            "tandem_kv_transfer_bytes", "KV bytes handed off.", ("transport",), registry=self.registry
+            "tandem_kv_transfer_bytes", "KV bytes transferred by hand-offs.", ("transport",), registry=self.registry
         )
         self._transfer = Histogram(
             "tandem_kv_transfer_seconds", "Duration of hand-offs.", buckets=_STAGES, registry=self.registry
@@ -157,14 +161,16 @@ class Metrics:
         self._transfer_failures = Counter(
             "tandem_kv_transfer_failures", "Hand-offs that failed.", ("reason",), registry=self.registry
         )
-        self._migrations = Counter("tandem_migrations", "Streams that moved to other workers.", registry=self.registry)
-        self._retries = Counter("tandem_retries", "Requests retried before a token.", registry=self.registry)
+        self._migrations = Counter(
+            "tandem_migrations", "Requests with output retried elsewhere.", registry=self.registry
+        )
+        self._retries = Counter("tandem_retries", "Requests retried before their first token.", registry=self.registry)
         self._cut_off = Counter(
-            "tandem_clients_cut_off", "Clients that stopped reading, or did not send their body.", ("while",),
+            "tandem_clients_cut_off", "Clients cut off because they stopped reading or sending.", ("while",),
             registry=self.registry,
         )  # fmt: skip
         self._lag = Histogram(
-            "tandem_event_loop_lag_seconds", "How late timers of the coordinator run.", buckets=_STAGES,
+            "tandem_event_loop_lag_seconds", "Lag of the coordinator's event loop.", buckets=_STAGES,
             registry=self.registry,
         )  # fmt: skip
         self.registry.register(_Pools(self, model, workers))
@@ -293,7 +299,7 @@ class _Pools(Collector):
         yield self._states()
         yield GaugeMetricFamily(
             "tandem_open_breakers",
-            "Pairs and workers that are left alone after failures.",
+            "Circuit breakers of workers and pairs that are not closed.",
             self._metrics.open_breakers(),
         )
 
@@ -314,7 +320,7 @@ class _Pools(Collector):
         yield blocks
         leaked = GaugeMetricFamily(
             "tandem_leaked_kv_blocks",
-            "KV blocks that nobody will give back; 0, or a bug.",
+            "KV blocks whose holder is gone; anything above 0 is a bug.",
             labels=("worker", "role"),
         )
         for worker in self._workers:
@@ -322,24 +328,28 @@ class _Pools(Collector):
             leaked.add_metric((worker.hello.name, worker.role), told)
         yield leaked
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of decode's KV blocks in use.", held / total if total else 0
+            "vllm:kv_cache_usage_perc",
+            "Share of KV blocks in use on decode and colocated workers.",
+            held / total if total else 0,
         )
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV pool.", labels=("model_name", "block_size", "num_gpu_blocks")
+            "vllm:cache_config_info",
+            "Block size and number of blocks of the decode and colocated workers.",
+            labels=("model_name", "block_size", "num_gpu_blocks"),
         )
         info.add_metric((self._model, str(size), str(total)), 1)
         yield info
 
     def _counters(self) -> Iterator[Metric]:
         for name, text in (
-            ("prefix_cache_queries", "Tokens of requests that workers began to compute."),
-            ("prefix_cache_hits", "Of these tokens, those found in the prefix cache."),
-            ("num_preemptions", "Sequences that gave their blocks to others."),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+            ("prefix_cache_hits", "Tokens found in the prefix cache."),
+            ("num_preemptions", "Sequences preempted to free blocks for others."),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=("model_name",))
             family.add_metric((self._model,), self._sum(name))
             yield family
-        family = CounterMetricFamily("tandem_bad_messages", "Messages that made no sense.", labels=("source",))
+        family = CounterMetricFamily("tandem_bad_messages", "Bad messages that were dropped.", labels=("source",))
         family.add_metric(("coordinator",), self._metrics.bad_messages())
         family.add_metric(("workers",), self._sum("bad_messages"))
         yield family
@@ -348,9 +358,9 @@ class _Pools(Collector):
         family.add_metric(("workers",), self._sum("cut_off_peers"))
         yield family
         for name, text in (
-            ("stale_frames", "KV frames that came after their hand-off was over."),
-            ("reaped_requests", "Requests that workers dropped because no lease listed them any more."),
-            ("borrowed_core_seconds", "Time for which workers computed on cores that others lent them."),
+            ("stale_frames", "KV frames that arrived after their hand-off had ended."),
+            ("reaped_requests", "Requests that workers dropped because no lease listed them."),
+            ("borrowed_core_seconds", "Time that workers computed on cores lent by other workers."),
         ):
             yield CounterMetricFamily(f"tandem_{name}", text, self._sum(name))
 

@@ -63,7 +63,7 @@ COMPLAIN_EVERY_S = 10.0
 """Minimum interval between log lines about bad messages, failed handshakes and refused workers."""
 MOST_REASONS = 8
 """Maximum number of different refusals that are logged at a time."""
-UNSAID = "its log says why (without cluster keys it tells no stranger)"
+UNSAID = "see the coordinator's log (without cluster keys the reason is not sent)"
 PROBES_S = (0.01, 0.1)
 """Delays of the probes after a connection was closed: libzmq reports the event to the monitor before it removes the
 peer from the socket's routing table."""
@@ -81,7 +81,7 @@ class Loss(Enum):
 
     MISSING = "its connection broke; it may have died"
     RECONNECTED = "its connection broke, and it is back"
-    GIVEN_UP = "it is silent, hangs, or makes no sense"
+    GIVEN_UP = "it was silent, hung, or sent bad messages"
 
 
 class GatewayEvents(Protocol):
@@ -356,10 +356,10 @@ class Gateway:
     def _cut_off(self, party: Party | None, frame: bytes) -> None:
         """Stop reading messages of an incarnation that sent too many bad ones, remove its worker and send it a
         Rejected. Its process may start again as another incarnation."""
-        log.warning("%s is cut off: %d of its messages made no sense", _shown(frame), STRIKES)
+        log.warning("%s is cut off: it sent %d invalid messages", _shown(frame), STRIKES)
         worker = next((each for each in self.registry if each.route == frame), None)
         if worker is not None and party in (None, worker.role):  # else the sender misused the worker's identity
-            self._reply(frame, Rejected(f"{STRIKES} of its messages made no sense"))
+            self._reply(frame, Rejected(f"it sent {STRIKES} invalid messages"))
             self._remove(worker)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
@@ -372,7 +372,7 @@ class Gateway:
             self._told_of, self._told_at = self.bad_messages, now_s
             log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
         if self._failed_handshakes and now_s - self._told_handshakes_at >= COMPLAIN_EVERY_S:
-            why = "strangers, or workers whose keys do not fit: give every part the --cluster-key-file of one keygen"
+            why = "unknown peers, or workers with other keys; all need the key file of the same tandem keygen"
             log.warning("handshakes that failed at the control port: %d; %s", self._failed_handshakes, why)
             self._failed_handshakes, self._told_handshakes_at = 0, now_s
         if self._refusals and now_s - self._told_refusals_at >= COMPLAIN_EVERY_S:
@@ -393,7 +393,7 @@ class Gateway:
 
     def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
-            raise WireError("another number of parts than one")
+            raise WireError("a message must have one part")
         frame, data = frames
         try:
             message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
@@ -412,9 +412,9 @@ class Gateway:
             self._stranger(frame, incarnation, message)
             return
         if party not in (None, worker.role):
-            raise WireError(f"said in the name of a {worker.role} worker under the key of {party}")
+            raise WireError(f"sent as a {worker.role} worker with the key of {party}")
         if frame.removesuffix(BEAT_SUFFIX.encode()) != worker.route:
-            raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
+            raise WireError(f"not sent from the identity of {worker.hello.name}, whose incarnation it claims")
         self.registry.spoke(worker, now_s)
         self._deliver(worker, message, now_s)
 
@@ -489,18 +489,18 @@ class Gateway:
             return False
         self._asked.strike(incarnation)
         self.bad_messages += 1
-        self._last_bad = f"from {_shown(frame)}: of another version, it is asked for its Hello"
+        self._last_bad = f"from {_shown(frame)}: it has another version and is asked to join anew"
         self._reply(frame.removesuffix(BEAT_SUFFIX.encode()), Rejoin())
         return True
 
     def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
         if frame.endswith(BEAT_SUFFIX.encode()) or _who(frame) != (hello.name, hello.incarnation):
-            raise WireError("a Hello under another identity than its own")
+            raise WireError("a Hello whose name and incarnation are not those of its identity")
         if (known := self._known(hello.incarnation)) is not None and known.route != frame:
-            raise WireError(f"a Hello as {known.hello.name}, which speaks under another identity")
+            raise WireError(f"a Hello as {known.hello.name}, which is connected under another identity")
         if party not in (None, hello.role):
             self._reply(frame, Rejected(f"its key is that of {party}, not of {hello.role}"))
-            raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
+            raise WireError(f"a Hello of a {hello.role} worker with the key of {party}")
         if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
             self._events.on_worker_lost(losing, Loss.RECONNECTED)
         if (missing := self._missing.pop(hello.incarnation, None)) is not None:
@@ -522,7 +522,10 @@ class Gateway:
         told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
         if self.send(worker, Welcome(self.incarnation, *told)):
             self.registry.welcome(worker)
-            log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
+            log.info(
+                "worker %s joins: %s, %d KV blocks of %d tokens",
+                hello.name, hello.role, hello.kv_blocks, hello.block_size,
+            )  # fmt: skip
             self._events.on_worker_joined(worker)
 
     def _known(self, incarnation: Incarnation) -> WorkerHandle | None:

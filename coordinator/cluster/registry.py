@@ -292,7 +292,7 @@ class Registry:
     def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
         """Expect a Hello of a worker that ran before this coordinator started; without one it counts as hung."""
         if not any((worker.hello.name, worker.hello.host) == (name, host) for worker in self):
-            self.unresponsive.add(UnresponsiveWorker(name, host, pid, "no word to this coordinator", now_s, now_s))
+            self.unresponsive.add(UnresponsiveWorker(name, host, pid, "no Hello to this coordinator", now_s, now_s))
 
     # -- what workers must agree on --------------------------------------------------------------------------------
 
@@ -301,23 +301,21 @@ class Registry:
         if reason := other_protocol(hello.protocol):
             return reason
         if len(hello.name.encode()) > MAX_NAME_BYTES or len(hello.incarnation.encode()) > MAX_INCARNATION_BYTES:
-            return f"names of up to {MAX_NAME_BYTES} and incarnations of up to {MAX_INCARNATION_BYTES} bytes are taken"
+            return f"its name exceeds {MAX_NAME_BYTES} bytes or its incarnation {MAX_INCARNATION_BYTES} bytes"
         if self.fingerprint is not None and _checkpoint(hello.fingerprint) != self.fingerprint:
             return (
-                f"its model {hello.model} is another one than is served here, or has other weights or settings "
+                f"its model {hello.model} is not the one served here, or has other weights or settings "
                 f"(fingerprint {hello.fingerprint}, not {self.fingerprint}): "
                 "start the worker with the same model and revision as the coordinator"
             )
         if hello.block_size <= 0 or hello.block_size % CHAIN_STEP or hello.kv_blocks <= 0 or hello.max_model_len <= 0:
-            return (
-                f"block size {hello.block_size}, {hello.kv_blocks} blocks, length {hello.max_model_len} make no sense"
-            )
+            return f"block size {hello.block_size}, {hello.kv_blocks} blocks or length {hello.max_model_len} is invalid"
         if hello.max_num_seqs <= 0 or hello.max_num_batched_tokens <= 0:
-            return f"steps of {hello.max_num_seqs} sequences, {hello.max_num_batched_tokens} tokens make no sense"
+            return f"a step of {hello.max_num_seqs} sequences and {hello.max_num_batched_tokens} tokens is invalid"
         if not _is_data_address(hello.data_address, hello.role):
             return (
-                f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT that others "
-                "can dial, and the rest may have none"
+                f"data address {hello.data_address[:128]!r}: a decode worker needs tcp://HOST:PORT that others "
+                "can reach; other workers may have none"
             )
         return None
 
@@ -328,12 +326,12 @@ class Registry:
         if ends and ends[0].kv_encryption != hello.kv_encryption:
             return (
                 f"--kv-encryption {hello.kv_encryption}, but {ends[0].kv_encryption} of {ends[0].name}: "
-                "both ends of a hand-off must have the same"
+                "both ends of a hand-off must use the same"
             )
         for end in ends:
             if not set(end.links) & set(hello.links):
                 told, theirs = ", ".join(hello.links), ", ".join(end.links)
-                return f"--kv-transport {told}, but {theirs} of {end.name}: a hand-off needs one that both ends have"
+                return f"--kv-transport {told}, but {theirs} of {end.name}: both ends of a hand-off must share one"
             decode, prefill = (hello, end) if hello.role == "decode" else (end, hello)
             far = not share_loopback(decode.host_id, prefill.host_id)
             if far and is_loopback(_data_host(decode.data_address)):
@@ -372,7 +370,7 @@ def _difference(hello: Hello, peer: Hello) -> str | None:
     if _weights(hello.fingerprint) != _weights(peer.fingerprint):
         why = ", whose weight files differ"
     elif hello.fingerprint != peer.fingerprint:
-        why = ", loaded with another --quantization, or another --max-model-len where the model's rotary depends on it"
+        why = ", loaded with another --quantization, or a --max-model-len that changes the model's rotary embedding"
     return f"{', '.join(pairs)} of {peer.name} ({models}){why}: workers of one model must have the same"
 
 

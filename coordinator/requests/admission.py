@@ -106,7 +106,7 @@ class Admission:
         """
         if requests > self.max_requests:
             raise RequestError(
-                f"'prompt' has {requests} prompts, but this server lets only {self.max_requests} requests wait.",
+                f"'prompt' has {requests} prompts, but this server queues at most {self.max_requests} requests.",
                 param="prompt",
                 code="invalid_value",
             )
@@ -129,8 +129,8 @@ class Admission:
         waits_s, service_s = self._wait_s(priority), self._service_s + _SPREADS * self._spread_s
         if waits_s and waits_s + service_s > within_s:
             raise overloaded(
-                f"about {waits_s:.1f} s would pass in the queue and up to {service_s:.1f} s after it, "
-                f"but the deadline is in {within_s:.1f} s",
+                f"the request would take about {waits_s:.1f} s in the queue and up to {service_s:.1f} s after it, "
+                f"but its deadline is in {within_s:.1f} s",
                 not_before(waits_s + service_s - within_s),
             )
         self.requests += requests

@@ -227,11 +227,11 @@ class Dispatcher:
     def _expire(self, record: RequestRecord) -> None:
         if record.placed_at is not None:
             self.admission.served(self._clock() - record.placed_at)
-        waiting = "a worker" if record.life.state is State.QUEUED else f"its end while {record.life.state.value}"
+        waiting = "waiting for a worker" if record.life.state is State.QUEUED else f"still {record.life.state.value}"
         self.fail(
             record,
             RequestError(
-                f"The request's deadline passed; it was waiting for {waiting}.",
+                f"The request's deadline passed while it was {waiting}.",
                 status=504,
                 type="timeout_error",
                 code="request_timeout",
@@ -556,7 +556,7 @@ class Dispatcher:
         foremost = [record for record in suspects if len(record.life.crashes) == most]
         if len(foremost) == 1 and foremost[0].pending_crash_verdict == worker:
             names = ", ".join(sorted(foremost[0].life.crashes))
-            log.warning("request %s is given up: the workers that had it died (%s)", foremost[0].id.hex(), names)
+            log.warning("request %s is not retried: the workers that served it died (%s)", foremost[0].id.hex(), names)
             self.fail(foremost[0], quarantined())
         self._acquit([record for record in suspects if record.pending_crash_verdict == worker])
 
@@ -591,7 +591,7 @@ class Dispatcher:
         self._emptied.pop(worker.id, None)
         records = [record for record in self._on.pop(worker.id, {}).values() if record.life.needs(worker.id)]
         if records:
-            log.info("requests of %s that are placed again: %d", worker.hello.name, len(records))
+            log.info("requests of %s that are retried: %d", worker.hello.name, len(records))
         return records
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
@@ -628,7 +628,9 @@ class Dispatcher:
         if news is None:
             return
         if isinstance(news, Contradiction):
-            log.warning("%s contradicts what a client was told, at token %d", worker.hello.name, message.starts[index])
+            log.warning(
+                "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index]
+            )
             self._failed_by(worker, record)
             return
         if isinstance(news, Gap):
@@ -722,7 +724,7 @@ class Dispatcher:
             self.registry.drains(worker)
             self._retry(record, free=True)
             return
-        log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
+        log.warning("%s failed a request: %s (%s)", worker.hello.name, message.code, message.detail)
         if message.code == "transfer_failed" and record.pair is not None:
             self.breakers.failed(record.pair, record.id, self._clock())
             record.excluded_pairs |= {record.pair}
@@ -752,7 +754,7 @@ class Dispatcher:
             missed = 0 if record.id in known else record.missed_beats.get(worker.id, 0) + 1
             record.missed_beats[worker.id] = missed
             if missed >= MISSED_BEATS:
-                log.warning("%s does not have a request that it was given", worker.hello.name)
+                log.warning("%s does not have a request that was sent to it", worker.hello.name)
                 self._failed_by(worker, record)
             elif missed:
                 self._ask_for_the_end(worker, record)
@@ -812,7 +814,7 @@ class Dispatcher:
                 self._give_up_waiting(now - self._workerless_since)
             self._give_up_stranded(now)
         except Exception:  # a failed sweep must not stop the detection of silent workers
-            log.exception("a look at the workers failed")
+            log.exception("a sweep over the workers failed")
         finally:
             self._next_tick()
 
@@ -829,7 +831,7 @@ class Dispatcher:
                 continue
             silence_s = self.registry.loop_lag.silence(record.heard_at, now)
             if silence_s > max(least_s, STALL_INTERVALS * record.interval_s, STALL_STEPS * beat.longest_ms / 1000):
-                log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, silence_s)
+                log.warning("%s has sent no tokens of a stream for %.1f s", worker.hello.name, silence_s)
                 self._failed_by(worker, record)
 
     def _renew_leases(self) -> None:
@@ -888,7 +890,7 @@ def _sampling_on(decode: WorkerHandle, record: RequestRecord) -> SamplingParams:
     if (missing := demand.output - demand.room(decode.hello)) <= 0:
         return sampling
     if not record.open_ended:
-        raise InvariantBroken(f"{decode.hello.name} is {missing} tokens too small for what it is given")
+        raise InvariantBroken(f"{decode.hello.name} is {missing} tokens too small for a request placed on it")
     most = sampling.max_tokens - missing
     return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 

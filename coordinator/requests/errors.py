@@ -19,10 +19,10 @@ def shutting_down() -> RequestError:
 
 def no_workers(role: str, starting: bool = False) -> RequestError:
     """For a request that no worker of ``role`` can take; ``starting`` if the first ones are still starting."""
-    todo = "they are still starting"
+    todo = "workers are still starting"
     if not starting:
-        todo = "tandem up starts a lost one again by itself, another starts with: "
-        todo += f"tandem {role} MODEL --coordinator HOST:PORT, and the keys if the others have any"
+        todo = "tandem up restarts a lost worker by itself; another one is started with: "
+        todo += f"tandem {role} MODEL --coordinator HOST:PORT, and the cluster keys if the others have any"
     return RequestError(
         f"No {role} worker is ready: {todo}.",
         status=503,
@@ -49,13 +49,13 @@ def internal() -> RequestError:
 
 def quarantined() -> RequestError:
     """For a request that is taken to be the cause of repeated worker crashes."""
-    text = "This request was being served by two workers when they died; it is not tried again."
+    text = "Two workers died while they served this request; it is not retried."
     return RequestError(text, status=500, type="server_error", code="request_quarantined")
 
 
 def given_up() -> RequestError:
     """For a request whose retries and migrations are spent."""
-    text = "The workers that served this request were lost or gave it up, and its retries are spent."
+    text = "The workers that served this request were lost or failed it, and its retries are spent."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
@@ -64,7 +64,7 @@ def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestErr
     output = demand.tokens + demand.least - prompt_tokens
     wanted = demand.tokens + demand.least
     if wanted > roomiest.max_model_len:
-        text = f"This request needs {wanted} tokens ({prompt_tokens} of the prompt, {output} of output)"
+        text = f"This request needs {wanted} tokens ({prompt_tokens} of prompt, {output} of output)"
         text += f", but no worker holds more than {roomiest.max_model_len}."
     else:
         blocks = demand.blocks(roomiest.block_size, demand.least)
@@ -76,13 +76,13 @@ def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestErr
 def prompt_too_long(tokens: int, longest: int) -> RequestError:
     """For a prompt that only a prefill worker may compute; ``longest`` is the longest prompt, in tokens, that any of
     them computes."""
-    text = f"The prompt has {tokens} tokens, but no prefill worker computes more than {longest}, and none else may."
+    text = f"The prompt has {tokens} tokens, but no prefill worker can compute more than {longest}."
     return RequestError(text, param="prompt", code="context_length_exceeded")
 
 
 def outgrown(tokens: int) -> RequestError:
     """For a retried request that none of the remaining workers can hold; ``tokens`` counts prompt and output."""
-    text = f"The workers that could hold this request of {tokens} tokens are gone, and those that are here are smaller."
+    text = f"The workers that could hold this request of {tokens} tokens are gone, and the others are too small."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 

@@ -188,7 +188,7 @@ class Router:
             return self._whole(demand, colocated)
         if self.missing_role() == "decode":
             return NoWorkers("decode")
-        return Wait("another suspect is on every worker" if demand.apart_from else "every worker is too small")
+        return Wait("every worker has another suspect" if demand.apart_from else "every worker is too small")
 
     def _ready(self, role: Role, demand: Demand) -> list[WorkerHandle]:
         """Return the candidates of ``role``: the workers that could hold the request to its end or, if there are none,
@@ -255,7 +255,7 @@ class Router:
     def _pair(self, demand: Demand, decodes: list[WorkerHandle]) -> Placement | Wait | NoWorkers:
         fitting = self._least_loaded_first(demand, decodes)
         if not fitting:
-            return Wait(f"no decode worker can promise {demand.tokens} tokens and their output now")
+            return Wait(f"no decode worker has room for {demand.tokens} tokens and their output now")
         decode = fitting[0]
         if self.local_prefill == "always":
             return Placement("local", None, decode, "local prefill: always")
@@ -281,7 +281,7 @@ class Router:
                 return Placement("local", None, decode, better)
             queued, steps = f"{before} tokens are queued for prefill", before / prefill.hello.max_num_batched_tokens
             if steps >= OVERFLOW_STEPS and (spare := self._spare(demand, fitting, before)):
-                return Placement("local", None, spare, f"{queued}, {spare.hello.name} has none")
+                return Placement("local", None, spare, f"{queued}, none on {spare.hello.name}")
             if steps >= HELD_STEPS and not demand.urgent:
                 return Wait(queued)
         queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {demand.tokens} cached there"
@@ -290,7 +290,7 @@ class Router:
     def _whole(self, demand: Demand, workers: list[WorkerHandle]) -> Placement | Wait:
         fitting = [worker for worker in workers if self._fits(demand, worker)]
         if not fitting:
-            return Wait(f"no colocated worker can promise {demand.tokens} tokens and their output now")
+            return Wait(f"no colocated worker has room for {demand.tokens} tokens and their output now")
         worker, before, cached = self._nearest(demand, fitting)
         return Placement("colocated", None, worker, f"{before} tokens queued, {cached} of {demand.tokens} cached")
 

@@ -199,7 +199,7 @@ async def kill_pair(scene: Scene) -> Proof:
 async def outstay(role: str, scene: Scene) -> Proof:
     """Send SIGTERM to a worker with more work than --drain-timeout allows; the rest is placed again without errors."""
     proof = await terminate(role, scene)
-    return lambda: proof() and "that are placed again" in _coordinators_log(scene)
+    return lambda: proof() and "that are retried" in _coordinators_log(scene)
 
 
 def _coordinators_log(scene: Scene) -> str:

@@ -308,7 +308,7 @@ def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start_q
     coordinator = next(child for child in up.children() if "coordinator" in child.cmdline())
     os.kill(before["decode-0"]["pid"], signal.SIGSTOP)
     coordinator.kill()
-    words = r"decode-0 hangs \(no word to this coordinator for \S+ s\): killed; starting it again in 0.5 s"
+    words = r"decode-0 hangs \(no Hello to this coordinator for \S+ s\): killed; starting it again in 0.5 s"
     wait_for(lambda: re.search(words, up.said), START_S)
     wait_for(lambda: server.get("/ready")[0] == 200, START_S)
     after = workers(server)

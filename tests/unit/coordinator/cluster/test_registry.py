@@ -431,7 +431,7 @@ def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
     registry.gone(join(registry, "d1", "i1", now=2.0))
     assert hung(registry, TIMES.lease_s - TIMES.sweep_s, since=2.0) == []
     told = hung(registry, 60.0, since=TIMES.lease_s - TIMES.sweep_s)
-    assert told == ["d2 2 no word to this coordinator for 8 s"]
+    assert told == ["d2 2 no Hello to this coordinator for 8 s"]
 
 
 def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:

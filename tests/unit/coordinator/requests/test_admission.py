@@ -28,7 +28,7 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
     with pytest.raises(RequestError) as refused:
         admission.enter(1, 10, 0.0)
     assert refused.value.status == 429 and refused.value.code == "server_is_overloaded"
-    with pytest.raises(RequestError, match="lets only 2 requests wait") as hopeless:
+    with pytest.raises(RequestError, match="queues at most 2 requests") as hopeless:
         admission.enter(3, 10, 0.0)
     assert hopeless.value.status == 400 and hopeless.value.param == "prompt"
     assert 0 < (refused.value.retry_after_s or 0) <= MAX_RETRY_S
@@ -50,7 +50,7 @@ def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
     for step in range(11):
         admission.leave(100, step / 10, placed=True)  # 1,000 tokens a second
         admission.served(0.5)
-    with pytest.raises(RequestError, match="but the deadline is in") as refused:
+    with pytest.raises(RequestError, match="but its deadline is in") as refused:
         admission.enter(1, 100, 0.0, within_s=5.0)
     earliest_s = (1 - RETRY_JITTER) * (refused.value.retry_after_s or 0)
     assert refused.value.status == 429 and 3 < earliest_s < 6, "an earlier retry would miss its deadline as well"
