@@ -52,9 +52,11 @@ class Reservations:
 
     @property
     def waiting(self) -> int:
+        """Number of reservations that wait for blocks."""
         return len(self._waiting)
 
     def transfers(self) -> set[TransferId]:
+        """Return the hand-offs of all reservations, waiting and granted."""
         return {*self._waiting, *self._granted}
 
     def ask(self, reservation: Reservation) -> None:

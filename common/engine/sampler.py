@@ -1,8 +1,8 @@
 """Sampling of the next token of every row, vectorized over the batch.
 
-Names, meanings and order are vLLM's: min_tokens mask, logit_bias, penalties (repetition over prompt and output,
-frequency and presence over output), temperature, min_p, top_k, top_p. Log-probabilities are those of the model's own
-distribution, before all of these.
+Parameters have vLLM's names and meanings, and apply in vLLM's order: min_tokens mask, logit_bias, penalties (repetition
+over prompt and output, frequency and presence over output), temperature, min_p, top_k, top_p. Log-probabilities are
+those of the model's own distribution, before all of these.
 
 Noise is a pure function of (seed, choice, position): one uniform number per row selects a token through the inverse of
 the cumulative distribution *in the order of token ids*. No random generator has a state, so a hand-off, a preemption or

@@ -105,10 +105,12 @@ class Planner:
 
     @property
     def running(self) -> int:
+        """Number of sequences that have blocks."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
+        """Number of sequences that wait for blocks."""
         return len(self._waiting)
 
     @property

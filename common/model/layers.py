@@ -48,8 +48,8 @@ class NativeNorm(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer in C. ``hidden_states`` [1, T, hidden], float32 or bfloat16, are changed in place and
-    returned."""
+    """One decoder layer in C. ``hidden_states`` [1, T, hidden], float32 or bfloat16, are changed in place and returned;
+    ``position_embeddings`` are cosines and sines [1, T, head_dim] in the same dtype."""
 
     def __init__(self, layer: Any, activation: str, params: Params, int8: bool = False) -> None:
         super().__init__()

@@ -78,6 +78,7 @@ class Membership:
 
     @property
     def joined(self) -> bool:
+        """Whether the coordinator has sent Welcome and has not given this worker up since, as far as is known."""
         return self._welcome is not None
 
     @property
