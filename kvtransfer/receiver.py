@@ -216,7 +216,7 @@ class Receiver:
 
     def close(self) -> None:
         for transfer in list(self._incoming):
-            self.cancel(transfer, "the decode worker stops")
+            self.cancel(transfer, "the decode worker is stopping")
         self._channels.unregister(self._socket)
         self._socket.close(linger=200)  # so that the Cancel messages still leave
         self._sources.close()
@@ -229,7 +229,7 @@ class Receiver:
         """Strike a peer for an invalid message. The third one bans it, and its hand-offs fail."""
         self.bad_messages += 1
         if self.strikes.strike(peer):
-            log.warning("prefill peer %r is cut off, the last of its bad messages: %s", peer[:64], why)
+            log.warning("prefill peer %r is banned; the last of its bad messages: %s", peer[:64], why)
             for incoming in [each for each in self._incoming.values() if each.peer == peer]:
                 self._fail(incoming, TransferState.FAILED, "the sender's messages make no sense")
 
@@ -239,7 +239,7 @@ class Receiver:
         elif len(parts) == 1:
             self._message(peer, decode(parts[0].buffer, ToDecode, MAX_HANDOFF_BYTES), now)
         else:
-            raise WireError("neither the parts of a message nor those of a frame")
+            raise WireError("neither a message (one part) nor a frame (two)")
 
     def _message(self, peer: bytes, message: Open | Commit | Cancel | Released, now: float) -> None:
         transfer = TransferId(message.request, message.attempt)
@@ -301,7 +301,7 @@ class Receiver:
         failed."""
         link = self._choose_link(announced, incoming.session.layout, now)
         if link is None:
-            why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
+            why = f"the sender's pool cannot be reached with --kv-transport {self._transport}"
             self._fail(incoming, TransferState.FAILED, why)
         elif not isinstance(link, Connecting):
             incoming.link = link
@@ -391,7 +391,7 @@ class Receiver:
             return
         session = incoming.session
         if not is_proven(commit, incoming.token):
-            raise WireError(f"the commit of {transfer} is not the one that its sender has sent")
+            raise WireError(f"the commit of {transfer} has no valid proof")
         if session.state is TransferState.ACCEPTED:  # our Accept was lost
             self._to_acknowledge[transfer] = incoming
             return

@@ -194,7 +194,7 @@ class Sender:
         """Announce a hand-off of ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must be held until
         the hand-off ends. Raises WireError if ``peer`` is banned."""
         if self.strikes.out(peer.incarnation):
-            raise WireError(f"{peer.name} is cut off: its messages made no sense")
+            raise WireError(f"{peer.name} is banned: its messages made no sense")
         session = SenderSession(transfer, self._memory.layout, tokens, now, self._limits)
         self._outgoing[transfer] = _Outgoing(session, self._line(peer, now), table, peer.token)
         self._announce(transfer, now)
@@ -217,7 +217,7 @@ class Sender:
         """Forget what was computed of a transfer without a grant: its blocks were freed, and it will be computed
         again."""
         if self.granted(transfer):
-            raise InvariantBroken(f"{transfer} has its grant, and its blocks are taken away")
+            raise InvariantBroken(f"{transfer} is withdrawn after its grant")
         self.computed(transfer, [], 0, 0, now)
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
@@ -243,7 +243,7 @@ class Sender:
 
     def close(self) -> None:
         for transfer in list(self._outgoing):
-            self.cancel(transfer, "the prefill worker stops")
+            self.cancel(transfer, "the prefill worker is stopping")
         for line in self._lines.values():
             self._channels.unregister(line.socket)
             line.socket.close(linger=200)  # so that the Cancel messages still leave
@@ -269,7 +269,7 @@ class Sender:
         """Close the connection to a peer that hangs, with all that libzmq has queued for it. Its other hand-offs, which
         have not waited as long, get a new connection and retransmit what was in flight."""
         if line.queued:  # else the worker may simply be gone
-            log.warning("decode worker %s is silent: what was queued for it is dropped", line.peer.name)
+            log.warning("decode worker %s is silent: dropping what is queued for it", line.peer.name)
         self._close(line, linger_ms=0)
         for outgoing in [each for each in self._outgoing.values() if each.line is line]:
             outgoing.line = self._line(line.peer, now)
@@ -311,7 +311,7 @@ class Sender:
         self.bad_messages += 1
         if not self.strikes.strike(line.peer.incarnation):
             return False
-        log.warning("decode worker %s is cut off, the last of its bad messages: %s", line.peer.name, why)
+        log.warning("decode worker %s is banned; the last of its bad messages: %s", line.peer.name, why)
         for outgoing in [each for each in self._outgoing.values() if each.line is line]:
             self._lose(outgoing, "the decode worker sends messages that make no sense", told=False)
         self._close(line)
@@ -326,12 +326,12 @@ class Sender:
         session = outgoing.session
         match message:
             case Grant() if not proves(message.proof, outgoing.token, session.transfer, "grant"):
-                self._bad(outgoing.line, "a Grant of somebody else")
+                self._bad(outgoing.line, "a Grant without a valid proof")
                 return
             case Grant():
                 if message.link not in self._links or self._transport not in ("auto", message.link):
                     self._lose(
-                        outgoing, f"decode wants link {message.link!r}, allowed is {self._transport}", told=False
+                        outgoing, f"decode chose link {message.link!r}, allowed is {self._transport}", told=False
                     )
                     return
                 if message.have < session.tokens:
@@ -389,7 +389,7 @@ class Sender:
                 return
             asks, before = session.repeats_oldest, outgoing.line.handed
             if (what := session.next_cells()) is None:
-                raise InvariantBroken(f"{session.transfer} has nothing of what it was ready to send")
+                raise InvariantBroken(f"{session.transfer} was ready to send and has nothing to send")
             self._send_cells(outgoing, what)
             if asks:
                 outgoing.line.asked += outgoing.line.handed - before

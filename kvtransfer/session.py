@@ -208,7 +208,7 @@ class SenderSession(Session):
         self.unsummed_bytes += size
         if checksum != UNSAID:
             if len(self.unsummed) > 1:
-                raise InvariantBroken(f"transfer {self.transfer}: a frame is summed before the one before it")
+                raise InvariantBroken(f"transfer {self.transfer}: a frame has its checksum before the previous one")
             self.summed(checksum)
         return header
 
@@ -221,7 +221,7 @@ class SenderSession(Session):
         """Record that frames up to ``frame`` (inclusive) have landed, and that frames may begin before ``limit_bytes``
         of the transfer's byte stream. Raises WireError for a frame that was never sent."""
         if frame >= self.frames:
-            raise WireError(f"transfer {self.transfer}: frame {frame} of {self.frames} is acknowledged")
+            raise WireError(f"transfer {self.transfer}: frame {frame} is acknowledged, only {self.frames} were sent")
         self.limit_bytes = max(self.limit_bytes, limit_bytes)
         while self._unacked and self._unacked[0].number <= frame:
             self.unacked_bytes -= self._unacked.popleft().size_bytes
@@ -247,7 +247,7 @@ class SenderSession(Session):
         if self.state is not TransferState.COMMITTING:
             return False
         if received_bytes != self.bytes:
-            raise WireError(f"transfer {self.transfer}: {self.bytes} bytes sent, {received_bytes} said to have landed")
+            raise WireError(f"transfer {self.transfer}: {self.bytes} bytes sent, {received_bytes} accepted")
         self.accepted_at = now
         self.move(TransferState.ACCEPTED)
         return True
@@ -268,7 +268,7 @@ class SenderSession(Session):
             return False
         if now - self.progress_at > self._patience_s:
             waited = "blocks" if self.state is TransferState.RESERVED else "frames"
-            self.end(TransferState.EXPIRED, f"no answer about {waited} for {self._patience_s:.1f} s")
+            self.end(TransferState.EXPIRED, f"decode has not answered about {waited} for {self._patience_s:.1f} s")
             return False
         if self.state is TransferState.RESERVED:
             return False

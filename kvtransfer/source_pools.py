@@ -127,7 +127,7 @@ class Sources:
             answer = source.connection.answer()
             if answer is None:
                 if now > source.until:
-                    raise OSError("nobody opens")
+                    raise OSError("the endpoint does not answer")
                 return
             *_, layout, blocks = key
             source.pool = KvMemory.attach(answer, layout, blocks) if isinstance(answer, int) else answer
@@ -143,7 +143,7 @@ class Sources:
             self._put_off(key, source, "a read has failed", now)
 
     def _put_off(self, key: _PoolKey, source: _Source, why: str, now: float) -> None:
-        log.info("the KV pool of %s is out of reach: %s; the next try is in %g s", key[0], why, source.pause_s)
+        log.info("the KV pool of %s cannot be reached: %s; next try in %g s", key[0], why, source.pause_s)
         source.retry_at = now + source.pause_s
         source.pause_s = min(2 * source.pause_s, LONGEST_PAUSE_S)
 

@@ -33,7 +33,7 @@ class Pools:
     def connect(self, address: str) -> MemoryPoolConnection:
         """Connect in place of :class:`shm.PoolConnection`; raises OSError if there is no such endpoint."""
         if address not in self._endpoints:
-            raise OSError(f"no door {address} in this process")
+            raise OSError(f"no endpoint {address} in this process")
         return MemoryPoolConnection(self._endpoints[address])
 
 

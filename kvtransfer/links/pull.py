@@ -157,7 +157,7 @@ class PullReceiveLink:
     def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Generator[None]:
         now = yield from _had(self.source.generations_of(ids))
         if not np.array_equal(now, generations):
-            raise Damaged("the sender has reused a block that was to be read")
+            raise Damaged("the sender reused a block while it was read")
 
 
 def _had(what: T | Reading[T]) -> Generator[None, None, T]:

@@ -53,7 +53,7 @@ class PoolEndpoint:
                 peer, _ = self._socket.accept()
             except OSError as error:
                 if not stuck and not self._closed.is_set():
-                    log.warning("the door of the KV pool lets nobody in for now: %s", error)
+                    log.warning("the KV pool's endpoint cannot accept connections for now: %s", error)
                 stuck = True
                 self._closed.wait(_PAUSE_S)
                 continue
@@ -83,7 +83,7 @@ class PoolConnection:
         try:
             self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, if the backlog is full
             if not _is_of_this_user(self._visitor):
-                raise PermissionError("another user listens there")
+                raise PermissionError("a process of another user listens there")
         except (OSError, ValueError):
             self._visitor.close()
             raise
@@ -100,7 +100,7 @@ class PoolConnection:
         except BlockingIOError:
             return None
         if len(descriptors) != 1:
-            raise OSError("the door was opened, and no descriptor given")
+            raise OSError("the endpoint sent no descriptor")
         return descriptors[0]
 
     def close(self) -> None:

@@ -231,7 +231,7 @@ def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
         assert isinstance(lost, Lost) and lost.transfer == transfers["bad"] and not lost.told
         assert "make no sense" in lost.reason and sender.strikes.cut_off == 1
         assert transfers["good"] in sender and transfers["bad"] not in sender
-        with pytest.raises(WireError, match="bad is cut off"):
+        with pytest.raises(WireError, match="bad is banned"):
             sender.open(TransferId(new_request_id(), 1), peers["bad"], 16, [0], time.monotonic())
     finally:
         sender.close()
