@@ -92,7 +92,7 @@ def _flaw(text: str) -> str:
     if not words:
         return "empty"
     if len(words) > MAX_FACT_WORDS:
-        return "does not come to an end"
+        return "is too long"
     if not re.search(r"[.!?]['\")]?$", text.strip()):
         return "the last sentence is cut off"
     for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
@@ -119,7 +119,7 @@ def _story(spec: dict[str, Any], answer: Answer) -> Verdict:
     if len(set(sentences)) < len(sentences):
         return Verdict(False, False, "repeats a sentence")
     if not all(re.match(r"['\"(]?[A-Z]", sentence) for sentence in sentences):
-        return Verdict(False, False, "a sentence has no beginning")
+        return Verdict(False, False, "a sentence does not begin with a capital letter")
     missing = [word for word in spec["must"] if not re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE)]
     return Verdict(not missing, True, f"does not mention {missing[0]!r}" if missing else "")
 
@@ -145,12 +145,12 @@ def _tool_call(spec: dict[str, Any], answer: Answer) -> Verdict:
             call = json.loads(body)
             calls.append((call["name"], call["arguments"]))
         except (ValueError, KeyError, TypeError):
-            return Verdict(False, False, "the call does not parse")
+            return Verdict(False, False, "the call cannot be parsed")
     if len(calls) != 1:
         return Verdict(False, False, f"{len(calls)} calls")
     name, arguments = calls[0]
     if not isinstance(arguments, dict):
-        return Verdict(False, False, "the arguments are no object")
+        return Verdict(False, False, "the arguments are not an object")
     right = name == spec["name"] and same(arguments, spec["arguments"])
     return Verdict(right, True, "" if right else f"expected {spec['name']}({json.dumps(spec['arguments'])})")
 

@@ -74,9 +74,9 @@ class Report:
         """Return the report restricted to these skills. Raises StartError if it lacks one of them."""
         if missing := [name for name in skills if name not in self.skills]:
             raise StartError(
-                f"the baseline says nothing of {', '.join(missing)}",
+                f"the baseline lacks {', '.join(missing)}",
                 f"its skills are {', '.join(self.skills)}",
-                "correct --skills, or make it again with --save",
+                "correct --skills, or record it again with --save",
             )
         kept = {name: self.skills[name] for name in skills}
         failures = [failure for failure in self.failures if failure["skill"] in kept]
@@ -96,7 +96,7 @@ class Report:
             skills = {name: Figures(**figures) for name, figures in data["skills"].items()}
             return cls(data["model"], data["golden"], data["fingerprint"], skills, data["failures"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StartError(f"cannot read the baseline {path}", reason(error), "make one with --save") from error
+            raise StartError(f"cannot read the baseline {path}", reason(error), "record one with --save") from error
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -135,9 +135,7 @@ async def evaluate(
 
             answers = await asyncio.gather(*(one(record) for record in records))
     if not any(answer for answer, _ in answers):
-        raise StartError(
-            f"{base} has answered nothing", answers[0][1], "ask again when it serves: /ready says 200 then"
-        )
+        raise StartError(f"{base} has answered no request", answers[0][1], "try again when its /ready answers 200")
     for record, (answer, error) in zip(records, answers, strict=True):
         verdict = check(record["check"], answer) if answer else Verdict(False, False, error)
         report.add(record, _shown(answer), verdict)
@@ -150,13 +148,13 @@ def read_golden(path: Path, skills: Sequence[str] = ()) -> tuple[list[Record], s
         content = path.read_bytes()
         records: list[Record] = [json.loads(line) for line in content.splitlines()]
         if not records:
-            raise ValueError("it is empty")
+            raise ValueError("the file is empty")
     except (OSError, ValueError) as error:
         raise StartError(f"cannot read the golden set {path}", reason(error), "name another with --golden") from error
     known = {record["skill"] for record in records}
     if unknown := sorted(set(skills) - known):
         raise StartError(
-            f"no golden item asks for {', '.join(unknown)}",
+            f"the golden set has no items for {', '.join(unknown)}",
             f"the skills of {path.name} are {', '.join(sorted(known))}",
             "correct --skills",
         )
@@ -168,8 +166,8 @@ async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
     try:
         async with session.get(f"{base}/models") as response:
             if response.status in (401, 403):
-                why = "the given one does not open it" if "Authorization" in session.headers else "none was given"
-                raise StartError(f"{base} wants a key", why, "give --api-key or set TANDEM_API_KEY")
+                why = "the server rejects the given key" if "Authorization" in session.headers else "none was given"
+                raise StartError(f"{base} requires an API key", why, "give --api-key or set TANDEM_API_KEY")
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
@@ -242,9 +240,9 @@ def comparable(baseline: Report, report: Report) -> Report:
     """Return ``baseline`` restricted to the skills in ``report``. Raises StartError if their golden sets differ."""
     if report.golden != baseline.golden:
         raise StartError(
-            "the baseline was made with other questions",
-            f"{baseline.golden} is not {report.golden}",
-            "make it again with --save",
+            "the baseline was recorded with another golden set",
+            f"its digest is {baseline.golden}, not {report.golden}",
+            "record it again with --save",
         )
     return baseline.only(report.skills)
 

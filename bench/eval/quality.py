@@ -66,11 +66,13 @@ def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
         try:
             prompt, whole = ids(record), ids(record, [record["reference"]])
         except RequestError as error:
-            raise StartError("this model cannot be asked the golden set", str(error), "name another model") from error
+            raise StartError("this model cannot take the golden set", str(error), "name another model") from error
         if whole[: len(prompt)] != prompt or len(whole) > LONGEST:
             asked = record["messages"][-1]["content"]
             raise StartError(
-                "a golden item cannot be read on", f"{asked!r} begins otherwise, or is too long", "mend it"
+                "a golden item cannot be used",
+                f"{asked!r}: the chat does not begin with its prompt, or is too long",
+                "correct the item",
             )
         found.append(Chat(whole, len(prompt)))
     return found

@@ -145,7 +145,7 @@ class Events:
         if not record.moments:
             record.error = "the answer has no text"
         elif not self.done:
-            record.error = "the answer was cut: the server went away"
+            record.error = "the answer is incomplete: the server closed the connection"
 
     def _event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -166,7 +166,7 @@ class Events:
         if chunk.tandem is not None:
             record.stages = chunk.tandem
         if chunk.error is not None:
-            record.error = shortened(message(chunk.error) or "the server gave up")
+            record.error = shortened(message(chunk.error) or "the server reported an error without a message")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class _Connection(ResponseHandler):
     def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
         closed = isinstance(exc, aiohttp.ClientConnectionError) and not isinstance(exc, TimeoutError)
         if closed and self._requests > 1 and not self._answered:
-            exc = StaleConnection(f"a kept connection was closed: {exc}")
+            exc = StaleConnection(f"a kept-alive connection was closed: {exc}")
         super().set_exception(exc, *cause)
 
 

@@ -63,7 +63,7 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
         except ValueError:
             value = 0.0
         if not value > 0:
-            raise ValueError(f"{part}: a bound is a number more than 0")
+            raise ValueError(f"{part}: a bound must be a number greater than 0")
         found.append(Objective(metric, value, bound.endswith("x")))
     if not found:
         raise ValueError("no objective")
@@ -223,7 +223,7 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
     lines.append(_row("Request throughput (req/s):", summary.request_rate))
     if summary.goodput is not None and summary.attainment is not None:
         lines.append(_row("Request goodput (req/s):", summary.goodput))
-        lines.append(_row("Requests inside the SLO (%):", 100 * summary.attainment))
+        lines.append(_row("Requests within the SLO (%):", 100 * summary.attainment))
     lines.append(_row("Output token throughput (tok/s):", summary.output_rate))
     lines.append(_row("Peak output token throughput (tok/s):", summary.peak_output_tokens))
     lines.append(_row("Peak concurrent requests:", float(summary.peak_concurrent)))
@@ -236,7 +236,7 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
         lines.append(_row(f"Median {label} (ms):", spread.median))
         lines += [_row(f"P{percent:g} {label} (ms):", value) for percent, value in spread.percentiles.items()]
     if summary.stages:
-        lines.append(_title("Stages, as the server tells them", "-"))
+        lines.append(_title("Stages reported by the server", "-"))
         lines += [
             _row(f"{which} {stage.removesuffix('_ms')} (ms):", value)
             for stage, spread in summary.stages.items()
@@ -245,7 +245,7 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
                 *((f"P{percent:g}", value) for percent, value in spread.percentiles.items()),
             )
         ]
-        lines += [_row(f"Requests that went {path}:", count) for path, count in sorted(summary.paths.items())]
+        lines += [_row(f"Requests over path {path}:", count) for path, count in sorted(summary.paths.items())]
     return [*lines, "=" * WIDTH]
 
 

@@ -156,8 +156,8 @@ def _text(text: str, finish: str | None = None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.load.mock_server", description=__doc__)
-    parser.add_argument("--port", type=int, default=0, help="0: a free one; the address is printed")
-    parser.add_argument("--role-first", action="store_true", help="begin a chat with a chunk that only has a role")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port; the address is printed")
+    parser.add_argument("--role-first", action="store_true", help="begin a chat with a chunk that has only a role")
     options = parser.parse_args()
     asyncio.run(serve(MockServer(role_first=options.role_first), options.port))
 

@@ -23,8 +23,8 @@ def note(console: Console, cores: Collection[int] | None = None) -> None:
     Call it before the measured processes are started. It takes ``LOOK_S`` seconds."""
     if (share := busy_share(cores or os.sched_getaffinity(0))) > NOTICED:
         console.print(
-            f"note: other processes take {share:.0%} of these cores: all that is measured beside them, ratios as well,"
-            " tells as much about them",
+            f"note: other processes take {share:.0%} of these cores, which distorts everything that is measured now,"
+            " ratios too",
             markup=False,
             soft_wrap=True,
         )

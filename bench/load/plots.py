@@ -75,7 +75,7 @@ def draw_attainment(
     axes.axhline(100 * wanted, color="black", linewidth=0.8, linestyle="--")
     axes.set_ylim(0, 103)
     axes.set_xlim(left=0)
-    _label(axes, f"requests inside {objectives}", "requests per second", "%")
+    _label(axes, f"requests within {objectives}", "requests per second", "%")
     axes.legend(frameon=False)
     _write(figure, path)
 
@@ -156,7 +156,7 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
             axes.barh(0, 0, color=colour, label=name)
     axes.set_ylim(len(records) - 0.5, -0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    _label(axes, f"{title}every request from being sent to its last token", "s", "request")
+    _label(axes, f"{title}every request, from sending it to its last token", "s", "request")
     if seen:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(seen), frameon=False, borderaxespad=0)
 
@@ -179,7 +179,7 @@ def _lanes(axes: Axes, run: Run) -> None:
             axes.barh(lane, length, left=began, height=0.8, color=colour, alpha=0.35, linewidth=0)
     axes.set_yticks(range(len(workers)), workers)
     axes.invert_yaxis()
-    _label(axes, "what its workers did", "s", "")
+    _label(axes, "activity of the workers", "s", "")
 
 
 def _label(axes: Axes, title: str, horizontal: str, vertical: str) -> None:

@@ -109,7 +109,7 @@ def last_words(said: str) -> str:
     """Return why a server ended, from its output: the text of our own errors if there is one, else its last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     reasons = [line.partition(":")[2].strip() for line in lines if line.startswith(("error:", "why:"))]
-    return ": ".join(reasons) or (lines[-1] if lines else "it said nothing")
+    return ": ".join(reasons) or (lines[-1] if lines else "it printed nothing")
 
 
 def die_with_parent() -> None:
@@ -122,12 +122,12 @@ def die_with_parent() -> None:
 
 
 def cpu_seconds(root: int) -> float:
-    """User and system time of the process ``root`` and of all that it has started and that still run, so far."""
+    """Return the user and system time, in seconds, of the process ``root`` and of its living descendants."""
     ticks, parents = dict[int, int](), dict[int, int]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()  # proc(5), from the state on
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         pid = int(stat.parent.name)
         parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])

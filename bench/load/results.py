@@ -161,7 +161,7 @@ def _runs(file: Path) -> dict[str, Any]:
     """Read a file of several runs. Raises ValueError if it holds a single one, which has a date."""
     found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or "date" in found:
-        raise ValueError("it is a file of one run, not of several with names")
+        raise ValueError("the file holds one run, not several with names")
     return found
 
 

@@ -28,7 +28,7 @@ REDRAW_S = 0.5
 FEW_CORES = 4
 """Up to so many cores, a server on the same machine leaves none idle, and real-time priority helps the client. With
 more, it would hurt: Linux moves a normal thread to an idle core, but not a real-time thread."""
-UNSERVED = "correct the flags, or wait if it is starting"
+UNSERVED = "correct the flags, or wait if the server is still starting"
 """Advice in the error for a server that fails the first request."""
 
 

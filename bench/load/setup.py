@@ -89,13 +89,13 @@ def prepare_with(
     asks, left_out = workloads.within(make(tokenizer), prompts.num_prompts, longest)
     notes = []
     if left_out:
-        notes.append(f"left out {left_out} requests that ask for nothing or for more than {longest} tokens")
+        notes.append(f"left out {left_out} requests that have no output or need more than {longest} tokens")
     if not asks:
-        why = "; ".join(notes) or "the dataset has no request that can be used"
+        why = "; ".join(notes) or "the dataset has no usable requests"
         todo = "give shorter lengths, or another dataset" if notes else "give another dataset"
-        raise StartError("there is nothing to ask", why, todo)
+        raise StartError("there are no requests to send", why, todo)
     if len(asks) < prompts.num_prompts:
-        notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {prompts.num_prompts}")
+        notes.append(f"the dataset has {len(asks)} usable requests, fewer than --num-prompts {prompts.num_prompts}")
     sampling = {name: getattr(requests, name) for name in SAMPLING}
     extra = {name: value for name, value in sampling.items() if value is not None} | (requests.extra_body or {})
     if requests.ignore_eos:

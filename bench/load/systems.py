@@ -24,12 +24,12 @@ def counts(system: str) -> tuple[int, int, int]:
     match = _SYSTEM.fullmatch(system)
     if match is None:
         why = "a system is for example 1p1d (prefill, decode) or 2c (colocated)"
-        raise StartError(f"there is no system {system}", why, "correct --systems")
+        raise StartError(f"{system} is not a system", why, "correct --systems")
     prefill, decode, colocated = (int(number or 0) for number in match.groups())
     if not prefill + colocated:
-        raise StartError(f"{system} serves nobody", "prompts need a prefill worker", "correct --systems")
+        raise StartError(f"{system} cannot serve", "prompts need a prefill worker", "correct --systems")
     if not decode + colocated:
-        raise StartError(f"{system} serves nobody", "tokens after the first need a decode worker", "correct --systems")
+        raise StartError(f"{system} cannot serve", "tokens after the first need a decode worker", "correct --systems")
     return prefill, decode, colocated
 
 

@@ -50,7 +50,7 @@ class ServerTokenizer:
             return self._server.post(path, body)[field]
         except (OSError, HttpError, LookupError, TypeError) as error:
             why = reason(error)
-            raise StartError(f"{self._server.url}{path} gave no answer", why, _TODO) from error
+            raise StartError(f"{self._server.url}{path} failed", why, _TODO) from error
 
 
 class FileTokenizer:
@@ -90,5 +90,7 @@ def ordinary_ids(tokenizer: Tokenizer) -> list[int]:
 
     ids = sorted(set(tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:PROSE_CHARACTERS])))
     if not ids:
-        raise StartError("the tokenizer makes no tokens of prose", "there is nothing to make prompts of", _TODO)
+        raise StartError(
+            "the tokenizer makes no tokens of English text", "random prompts are made of such tokens", _TODO
+        )
     return ids

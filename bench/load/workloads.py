@@ -116,7 +116,7 @@ def sharegpt_asks(
     except ValueError as error:
         raise _bad(path, f"is not JSON: {error}") from error
     if not isinstance(entries, list):
-        raise _bad(path, "is no list of conversations")
+        raise _bad(path, "is not a list of conversations")
     pairs = [pair for entry in entries if (pair := _first_pair(entry))]
     order = np.random.default_rng(seed).permutation(len(pairs))
     return list(islice(_fitting((pairs[index] for index in order), tokens, output_len), count))
@@ -189,7 +189,7 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
             at, length, output = float(row["timestamp"]), int(row["input_length"]), int(row["output_length"])
             hashes = [int(each) for each in row.get("hash_ids", ())]
             if not math.isfinite(at):
-                raise ValueError(f"it came at {at}")
+                raise ValueError(f"timestamp is {at}")
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise _bad(path, f"line {number}: {_wrong(error)}") from error
         _check_lengths(path, number, length, output)
@@ -204,13 +204,13 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
 
 def _wrong(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON ({error})"
-    return f"no {error}" if isinstance(error, KeyError) else str(error)
+        return f"not JSON ({error})"
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _check_lengths(path: Path, line: int, prompt: int, output: int) -> None:
     if not (1 <= prompt <= LONGEST_TOKENS and 0 <= output <= LONGEST_TOKENS):
-        raise _bad(path, f"line {line}: {prompt} prompt tokens and {output} output tokens")
+        raise _bad(path, f"line {line}: unusable lengths, {prompt} prompt tokens and {output} output tokens")
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _bad(path: Path, what: str) -> StartError:
     return StartError(
-        f"{path} {what}", "it is not what --dataset-name says", "correct --dataset-name or --dataset-path"
+        f"{path} {what}", "it is not the dataset that --dataset-name names", "correct --dataset-name or --dataset-path"
     )
 
 

@@ -120,13 +120,15 @@ def load_costs(path: Path, wanted: dict[str, Any], threads: int) -> tuple[CostMo
         raise StartError(f"cannot read the costs in {path}", repr(error), TODO) from error
     made = {name: found.get(name) for name in SOURCE}
     if not (made["model"] and made["fingerprint"] and isinstance(made["machine"], dict)):
-        why = "it does not say which model and machine they are of: files of earlier versions do not"
+        why = "it does not record their model and machine, like files of earlier versions"
         raise StartError(f"cannot use the costs in {path}", why, TODO)
     if made["fingerprint"] != wanted["fingerprint"]:
         theirs, mine = (f"{each['model']} ({each['fingerprint']})" for each in (made, wanted))
-        raise StartError(f"{path} has the costs of another model", f"of {theirs}, and the plan is for {mine}", TODO)
+        raise StartError(
+            f"{path} has the costs of another model", f"they are for {theirs}, the plan is for {mine}", TODO
+        )
     if cost.threads != threads:
-        why = f"its workers have {cost.threads} compute thread(s), and the plan's {threads} (--threads)"
+        why = f"its workers have {cost.threads} compute thread(s), those of the plan {threads} (--threads)"
         raise StartError(f"{path} has the costs of other workers", why, f"give --threads {cost.threads}, {TODO}")
     return cost, made
 

@@ -135,10 +135,10 @@ class World:
             self.now, _, action = heapq.heappop(self._events)
             action()
         for job in self._queue:
-            job.record.error = "no worker can ever hold it"
+            job.record.error = "no worker will ever have room for it"
         for job in self._jobs.values():
             if not (job.record.output_tokens or job.record.error):
-                job.record.error = "it was placed and never ended"
+                job.record.error = "it was placed but never ended"
         return Run(records, max(self.now, 1e-9), 0.0)
 
     # -- the coordinator's part ---------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class World:
             if isinstance(placed, Wait):
                 return
             if isinstance(placed, NoWorkers):
-                raise StartError("there is nobody to serve", f"no {placed.role} worker", "correct --systems")
+                raise StartError("the system cannot serve", f"it has no {placed.role} worker", "correct --systems")
             self._queue.popleft()
             job.placement, job.promise = placed, self._router.promise(job.demand, placed)
             first = placed.prefill or placed.decode

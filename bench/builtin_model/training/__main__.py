@@ -40,11 +40,13 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.builtin_model.training", description=__doc__)
     parser.add_argument("step", choices=["all", *STEPS], nargs="?", default="all")
-    parser.add_argument("--room", type=Path, default=Path(".cache/builtin"), help="where checkpoints and plots lie")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores to train on")
-    parser.add_argument("--out", type=Path, default=path(), help="where the checkpoint is written")
-    parser.add_argument("--steps", type=int, help="another length of the training, for a trial")
-    parser.add_argument("--stop-at", type=int, help="stop at this step of the training, to go on later")
+    parser.add_argument(
+        "--room", type=Path, default=Path(".cache/builtin"), help="directory of checkpoints and histories"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="number of threads")
+    parser.add_argument("--out", type=Path, default=path(), help="directory to write the model to")
+    parser.add_argument("--steps", type=int, help="number of training steps, for a trial")
+    parser.add_argument("--stop-at", type=int, help="stop at this step; the next run resumes there")
     parser.add_argument(
         "--golden", type=Path, default=Path("bench/eval/golden/builtin.jsonl"), help="the golden set's file"
     )

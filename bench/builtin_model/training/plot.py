@@ -21,7 +21,7 @@ def loss_curve(room: Path, directory: Path) -> Path | None:
     steps = [row["step"] for row in rows]
     above.semilogy(steps, [row["loss"] for row in rows], color="#c8d4e8", linewidth=0.5)
     above.semilogy(steps, _smooth([row["loss"] for row in rows]), color="#24508c")
-    above.set_ylabel("loss on what the assistant says")
+    above.set_ylabel("loss on the assistant's tokens")
     looks = [row for row in rows if len(row) > 2]
     for name in [key for key in (looks[-1] if looks else {}) if key not in ("step", "loss")]:
         below.plot([row["step"] for row in looks], [row.get(name) for row in looks], marker=".", label=name)

@@ -177,7 +177,7 @@ def test_what_was_placed_and_never_ended_is_a_failure(monkeypatch: pytest.Monkey
     """However that comes about: it must not count as answered by its first token."""
     monkeypatch.setattr(World, "_land", lambda *_: False)
     (record,) = World(COST, LIMITS, 1, 1, 0).run([ASK], [0.0]).records
-    assert len(record.moments) == 1 and record.error == "it was placed and never ended"
+    assert len(record.moments) == 1 and record.error == "it was placed but never ended"
 
 
 def test_between_two_numbers_of_streams_costs_lie_on_a_straight_line() -> None:
@@ -279,8 +279,12 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"fingerprint": "00ff"}, "", ("the costs of another model",)),
         ({"threads": 3}, "", ("the costs of other workers", "3 compute thread(s)", "give --threads 3, ")),
         ({}, "--threads 2", ("the costs of other workers", "1 compute thread(s)", "give --threads 1, ")),
-        ({"model": None, "fingerprint": None}, "", ("cannot use the costs in", "does not say which model and machine")),
-        ({"machine": None}, "", ("cannot use the costs in", "does not say which model and machine")),
+        (
+            {"model": None, "fingerprint": None},
+            "",
+            ("cannot use the costs in", "does not record their model and machine"),
+        ),
+        ({"machine": None}, "", ("cannot use the costs in", "does not record their model and machine")),
     ],
 )
 def test_costs_of_something_else_are_refused(

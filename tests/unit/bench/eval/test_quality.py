@@ -73,7 +73,7 @@ def test_a_model_without_a_chat_template_is_refused(
     path = shutil.copytree(checkpoint("llama"), tmp_path / "mute")
     (path / "chat_template.jinja").unlink(missing_ok=True)
     assert cli.main(["bench", "quality", str(path), "--golden", str(few)]) == 1
-    assert "this model cannot be asked the golden set" in capsys.readouterr().err
+    assert "this model cannot take the golden set" in capsys.readouterr().err
 
 
 def test_a_golden_set_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,6 @@ def test_a_file_has_one_run_or_several_with_names(tmp_path: Path) -> None:
 
 def test_a_run_is_not_added_to_a_file_of_one(tmp_path: Path) -> None:
     results.save(file := tmp_path / "one.json", {"rate": 1.0})
-    with pytest.raises(StartError, match="file of one run"):
+    with pytest.raises(StartError, match="the file holds one run"):
         results.save(Path(f"{file}#short"), {"rate": 2.0})
     assert results.load(file)["rate"] == 1.0

@@ -251,6 +251,6 @@ def test_a_process_that_ends_says_why_in_its_own_words() -> None:
 
 
 def test_a_process_that_is_never_ready_is_not_waited_for_for_ever() -> None:
-    refused = pytest.raises(StartError, match=r"is not ready after 0\.2 s: it said nothing")
+    refused = pytest.raises(StartError, match=r"is not ready after 0\.2 s: it printed nothing")
     with refused, started("the server", [sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         process.wait(lambda: None, 0.2, "")
