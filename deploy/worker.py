@@ -14,6 +14,7 @@ import platform
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.worker import WorkerConfig
@@ -27,6 +28,9 @@ from common.platform.core_lease import MAX_CORES, CoreLease, Lending
 from common.worker.loop import Worker, WorkerSettings
 from deploy.launcher import cores, status
 from deploy.launcher.preflight import kv_bytes
+
+if TYPE_CHECKING:
+    from common.engine.runner import ModelEngine
 
 log = logging.getLogger("tandem.worker")
 
@@ -71,11 +75,48 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
     own = cores.choose(config.cores)
     device.pin(own, config.threads or cores.own_threads(own, config.workers_on_host))
     threads.compute()
-    from common.engine.runner import load_engine  # imports torch: after all cheaper checks
-
     default_tokens = CPU_BATCHED_TOKENS if machine.kind == "cpu" else GPU_BATCHED_TOKENS
     batched_tokens = max(config.max_num_batched_tokens or default_tokens, config.max_num_seqs)
-    engine = load_engine(
+    engine = _load(config, checkpoint, batched_tokens)
+    status.report("warming up")
+    step_times = engine.warm_up()
+    address = f"tcp://{config.coordinator}"
+    if is_local(config.host) and is_local(address):
+        # As for our own sockets: other machines must not reach the ports that UCX opens.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    settings = WorkerSettings(
+        coordinator=nearby(address) if status.supervised() else address,
+        host_id=host_id(),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        prefix_caching=config.enable_prefix_caching,
+        kv_transport=config.kv_transport,
+        data_address=f"tcp://{config.host}:*",
+        drain_timeout_s=config.drain_timeout,
+        ahead_bytes=AHEAD_BYTES,
+        supervised=status.supervised(),
+    )
+    hello = _hello(config, settings, engine, machine.kind, config.encrypts_kv(keys))
+    pinned = own is not None  # an unpinned worker's I/O threads find an idle core, which real-time threads do not
+    channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
+    worker = _role(config.role)(engine, settings, hello, channels)
+    for step_time in step_times:
+        worker.step_times.took(*step_time)
+    status.ready(
+        kv_tokens=engine.memory.blocks * engine.layout.block_size,
+        max_model_len=engine.max_model_len,
+        device=machine.kind,
+        dtype=engine.layout.dtype,
+        notes=list(engine.notes),
+    )
+    return worker
+
+
+def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int) -> ModelEngine:
+    """Load the engine of ``checkpoint``. Imports torch, after all cheaper checks."""
+    from common.engine.runner import load_engine
+
+    return load_engine(
         checkpoint,
         dtype=config.dtype,
         quantization=config.quantization,
@@ -89,26 +130,13 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
         progress=_loading,
         trust_remote_code=config.trust_remote_code,
     )
-    status.report("warming up")
-    paces = engine.warm_up()
-    address = f"tcp://{config.coordinator}"
-    if is_local(config.host) and is_local(address):
-        os.environ.setdefault(
-            "UCX_NET_DEVICES", "lo"
-        )  # loopback only, as our own sockets: other machines must not reach the ports that UCX opens
-    settings = WorkerSettings(
-        coordinator=nearby(address) if status.supervised() else address,
-        host_id=host_id(),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=batched_tokens,
-        prefix_caching=config.enable_prefix_caching,
-        kv_transport=config.kv_transport,
-        data_address=f"tcp://{config.host}:*",
-        drain_timeout_s=config.drain_timeout,
-        ahead_bytes=AHEAD_BYTES,
-        supervised=status.supervised(),
-    )
-    hello = Hello(
+
+
+def _hello(
+    config: WorkerConfig, settings: WorkerSettings, engine: ModelEngine, device_kind: str, encrypts_kv: bool
+) -> Hello:
+    """Describe this worker to the coordinator."""
+    return Hello(
         protocol=PROTOCOL,
         name=WorkerName(config.name or f"{config.role}-{platform.node()}-{os.getpid()}"),
         incarnation=new_incarnation(),
@@ -125,25 +153,12 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
         block_size=engine.layout.block_size,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=batched_tokens,
-        device=machine.kind,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        device=device_kind,
         dtype=engine.layout.dtype,
-        kv_encryption="curve" if config.encrypts_kv(keys) else "none",
+        kv_encryption="curve" if encrypts_kv else "none",
     )
-    pinned = own is not None  # an unpinned worker's I/O threads find an idle core, which real-time threads do not
-    channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
-    worker = _role(config.role)(engine, settings, hello, channels)
-    for pace in paces:
-        worker.step_times.took(*pace)
-    status.ready(
-        kv_tokens=engine.memory.blocks * engine.layout.block_size,
-        max_model_len=engine.max_model_len,
-        device=machine.kind,
-        dtype=engine.layout.dtype,
-        notes=list(engine.notes),
-    )
-    return worker
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ differs between workers is given at construction (``batch_hint``) or as the ``on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, Literal
 
@@ -321,18 +321,24 @@ def load_engine(
     engine = ModelEngine(model, store, backend, fingerprint, checkpoint.vocab_size, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
+    engine.notes += _layer_notes(model, fused, bool(fused) and engine.shorten(seen.tokens), packed, batch_hint, int8)
+    device.keep_freed_memory()
+    engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
+    return engine
+
+
+def _layer_notes(
+    model: nn.Module, fused: int, at_once: bool, packed: int, batch_hint: int, int8: bool
+) -> Iterator[str]:
+    """Yield notes on how layers are computed: ``fused`` of them (``at_once``: in a single call), ``packed`` linears."""
     if fused:
-        at_once = ", all in one call" if engine.shorten(seen.tokens) else ""
-        engine.notes.append(f"{fused} layers run as fused kernels in C{at_once}")
+        yield f"{fused} layers run as fused kernels in C{', all in one call' if at_once else ''}"
     if packed:
         by_onednn = any(isinstance(each, PackedLinear) for each in model.modules())
         how = f"for about {batch_hint} rows per step" if by_onednn else "for any number of rows"
-        engine.notes.append(f"{packed} linear layers packed {how}")
-    device.keep_freed_memory()
+        yield f"{packed} linear layers packed {how}"
     if int8:
-        engine.notes.append("linear layers quantized to int8: half the memory of bfloat16, slightly different results")
-    engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
-    return engine
+        yield "linear layers quantized to int8: half the memory of bfloat16, slightly different results"
 
 
 def _kernels_note(backend: AttentionBackend) -> str:
