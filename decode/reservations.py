@@ -55,10 +55,6 @@ class Reservations:
         """Number of reservations that wait for blocks."""
         return len(self._waiting)
 
-    def transfers(self) -> set[TransferId]:
-        """Return the hand-offs of all reservations, waiting and granted."""
-        return {*self._waiting, *self._granted}
-
     def ask(self, reservation: Reservation) -> None:
         """Queue a reservation until :meth:`grant` finds blocks for it."""
         self._waiting[reservation.transfer] = reservation
