@@ -42,6 +42,7 @@ class Figures:
 
     @property
     def share(self) -> float:
+        """Fraction of right answers."""
         return self.right / self.items if self.items else 0.0
 
 
@@ -58,10 +59,12 @@ class Report:
 
     @property
     def total(self) -> Figures:
+        """The sums over all skills."""
         skills = self.skills.values()
         return Figures(sum(s.items for s in skills), sum(s.right for s in skills), sum(s.valid for s in skills))
 
     def add(self, record: Record, said: str, verdict: Verdict) -> None:
+        """Count the answer ``said`` to a golden item; a wrong one is listed in ``failures``."""
         figures = self.skills.setdefault(record["skill"], Figures())
         figures.items += 1
         figures.right += verdict.right
@@ -91,6 +94,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> Report:
+        """Read a saved report. Raises StartError if there is none."""
         try:
             data = results.load(path)
             skills = {name: Figures(**figures) for name, figures in data["skills"].items()}

@@ -25,6 +25,7 @@ class Ramp:
     end: float
 
     def rate(self, index: int, count: int) -> float:
+        """Return the rate, in requests per second, at request ``index`` of ``count``."""
         progress = index / max(count - 1, 1)
         if self.strategy == "linear":
             return self.start + (self.end - self.start) * progress

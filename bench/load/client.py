@@ -90,11 +90,12 @@ class Record:
 
     @property
     def ok(self) -> bool:
+        """Whether the answer is complete."""
         return not self.error
 
     @property
     def ttft(self) -> float:
-        """Time to the first token; 0 if there was none."""
+        """Time to first token; 0 if there was none."""
         return self.moments[0] - self.sent_at if self.moments else 0.0
 
     @property

@@ -40,9 +40,11 @@ class Objective:
     relative: bool = False
 
     def absolute(self, unloaded_ms: Mapping[str, float]) -> Objective:
+        """Return the objective with its bound in ms, given the median of each metric without load."""
         return Objective(self.metric, self.bound * unloaded_ms[self.metric]) if self.relative else self
 
     def met(self, record: Record) -> bool:
+        """Return whether a successful request meets the objective, whose bound must be absolute."""
         return PER_REQUEST[self.metric](record) * 1000 <= self.bound
 
     def __str__(self) -> str:
@@ -81,6 +83,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float], percents: Sequence[float]) -> Spread:
+        """Compute the statistics of values in seconds; all are 0 if there are no values."""
         values = np.asarray(seconds or [0.0]) * 1000
         at = {percent: float(np.percentile(values, percent)) for percent in percents}
         return cls(float(values.mean()), float(np.median(values)), float(values.std()), at)
@@ -106,6 +109,7 @@ class Summary:
 
     @property
     def asked(self) -> int:
+        """Number of all requests, including failed ones."""
         return self.completed + self.failed
 
     @property

@@ -59,6 +59,7 @@ class Process:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
+        """Continue the process group after :meth:`pause`."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:

@@ -43,6 +43,7 @@ class ServerTokenizer:
         return [int(token) for token in self._ask("/tokenize", body, "tokens")]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
         return str(self._ask("/detokenize", {"model": self._model, "tokens": list(ids)}, "prompt"))
 
     def _ask(self, path: str, body: dict[str, Any], field: str) -> Any:

@@ -95,6 +95,7 @@ class CostModel:
         return cls(**values | {"streams": tuple((int(count), float(each)) for count, each in found["streams"])})
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON types; the inverse of :meth:`of`."""
         return asdict(self)
 
 

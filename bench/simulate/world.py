@@ -100,6 +100,7 @@ class _Worker:
     landing: deque[tuple[_Job, Tokens]] = field(default_factory=deque)
 
     def plan(self) -> Batch | None:
+        """Return the next step's batch; None if there is no work."""
         if self.role != "decode":
             return self.planner.plan()
         return self.planner.plan(partial(self.chunks.most, more_come=self.coming > 0))

@@ -241,7 +241,7 @@ async def cut_off_idle(role: str, direction: Direction, scene: Scene) -> Proof:
     """As :func:`cut_off`, for a worker without work: only unanswered leases can reveal it.
 
     Several requests arrive at once; the one with the largest gap, which becomes ``scene.ask``, was placed on this
-    worker. A prefill worker that is not heard need not delay any request, since decode sends the first token too."""
+    worker. A prefill worker whose messages are lost need not delay a request: decode sends the first token too."""
     worker: Worker = getattr(scene, role)
     proof = await _sever(worker, direction, "no answer over its control connection", scene)
     asks = [scene.ask, *(scene.house.ask(PROMPT, OUTPUT) for _ in range(COMERS - 1))]

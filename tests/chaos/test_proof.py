@@ -86,7 +86,7 @@ async def test_a_cell_fails_if_a_queued_request_has_its_turn_late(tmp_path: Path
 
 
 async def test_what_is_left_of_a_dead_workers_pool_is_seen(tmp_path: Path) -> None:
-    """For a lease, which is how long a decode worker maps the pool of a prefill worker that may only be silent."""
+    """A decode worker keeps the pool of a dead prefill worker mapped for a lease, since it may only be silent."""
     async with House.running(tmp_path / "house", flags=("--kv-transport", "shm"), decodes=1) as house:
         assert await house.links() == {"shm"}
         assert await house.until_unmapped(0.0) < 1.0

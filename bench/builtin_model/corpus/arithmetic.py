@@ -41,6 +41,7 @@ _THINGS = ("apples", "coins", "books", "stones", "cards", "shells", "pens", "nut
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     a, b = _number(rng), _number(rng)
     return _added(rng, a, b) if rng.random() < 0.5 else _subtracted(rng, a, b)
 
@@ -87,6 +88,7 @@ def _columns(a: int, b: int) -> list[tuple[int, int]]:
 
 
 def addition(a: int, b: int) -> str:
+    """Return the steps of ``a + b``."""
     steps, carry = [], 0
     for x, y in _columns(a, b):
         total = x + y + carry

@@ -31,6 +31,7 @@ class Item:
 
     @property
     def held_out(self) -> bool:
+        """Whether the item belongs to the held-out split, by a hash of its skill and key."""
         digest = hashlib.blake2b(f"{self.skill}|{self.key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_OF == 0
 
@@ -53,6 +54,7 @@ def system(text: str) -> Message:
 
 
 def facts(accept: Sequence[str], reject: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a check of kind ``facts``: regular expressions to find in the answer, and such that must not occur."""
     return {"kind": "facts", "accept": list(accept), "reject": list(reject)}
 
 
@@ -96,8 +98,10 @@ CITIES = (
 
 
 def person(rng: Random) -> str:
+    """Draw a person's name, sometimes an invented one."""
     return rng.choice(PEOPLE) if rng.random() < 0.7 else invented(rng, rng.choice((1, 2, 2, 3)))
 
 
 def city(rng: Random) -> str:
+    """Draw a city's name, sometimes an invented one."""
     return rng.choice(CITIES) if rng.random() < 0.6 else invented(rng, rng.choice((2, 2, 3)))

@@ -76,6 +76,7 @@ _SYSTEMS = (
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     fields = rng.sample(_FIELDS, rng.choice((1, 2, 2, 3, 3, 4)))
     value = {field.name: field.draw(rng) for field in fields}
     schema = _schema(rng, fields)

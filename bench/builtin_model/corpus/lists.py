@@ -35,6 +35,7 @@ _COPY = (
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     return rng.choice((_sorted_words, _sorted_numbers, _copied))(rng)
 
 

@@ -213,6 +213,7 @@ _NAMED_ASK = (
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     pick = rng.random()
     if pick < 0.06:
         return _named(rng)

@@ -83,6 +83,7 @@ _PRONOUNS = {
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     hero, trait, name = rng.choice(HEROES), rng.choice(_TRAITS), person(rng)
     thing, wish, friend = rng.choice(_THINGS), rng.choice(_WISHES), rng.choice(HEROES)
     while friend == hero:

@@ -177,4 +177,5 @@ _INTENTS = intents(
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     return exchange(rng, "tandem", rng.choice(_INTENTS), _OPENING)

@@ -112,6 +112,7 @@ _CORE = ("{q}", "{q}", "{q}", "Please tell me: {q}", "I have a question: {q}", "
 
 
 def draw(rng: Random) -> Item:
+    """Draw an item of this skill."""
     return rng.choices(_TOPICS, _WEIGHTS)[0](rng)
 
 

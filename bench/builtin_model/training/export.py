@@ -44,6 +44,7 @@ def write(model: LlamaForCausalLM, encoder: Encoder, directory: Path, tokenizer_
 
 
 def device() -> torch.device:
+    """Return the GPU if there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -114,10 +114,12 @@ class Run:
         return loss, sum(piece.ids.numel() for piece in pieces) / (time.perf_counter() - began)
 
     def recent(self, steps: int = SAVE_EVERY) -> float:
+        """Return the mean loss of the last ``steps`` steps."""
         losses = [row["loss"] for row in self._history[-steps:] if "loss" in row]
         return sum(losses) / len(losses)
 
     def note(self, figures: dict[str, float]) -> None:
+        """Add the results of an evaluation to the history of the current step."""
         self._history[-1] |= figures
 
     def save(self) -> None:
