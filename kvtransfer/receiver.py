@@ -216,7 +216,7 @@ class Receiver:
 
     def close(self) -> None:
         for transfer in list(self._incoming):
-            self.cancel(transfer, "the decode worker is stopping")
+            self.cancel(transfer, "the decode worker stops")
         self._channels.unregister(self._socket)
         self._socket.close(linger=200)  # so that the Cancel messages still leave
         self._sources.close()
@@ -301,7 +301,7 @@ class Receiver:
         failed."""
         link = self._choose_link(announced, incoming.session.layout, now)
         if link is None:
-            why = f"the sender's pool cannot be reached with --kv-transport {self._transport}"
+            why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
             self._fail(incoming, TransferState.FAILED, why)
         elif not isinstance(link, Connecting):
             incoming.link = link

@@ -243,7 +243,7 @@ class Sender:
 
     def close(self) -> None:
         for transfer in list(self._outgoing):
-            self.cancel(transfer, "the prefill worker is stopping")
+            self.cancel(transfer, "the prefill worker stops")
         for line in self._lines.values():
             self._channels.unregister(line.socket)
             line.socket.close(linger=200)  # so that the Cancel messages still leave
@@ -331,7 +331,7 @@ class Sender:
             case Grant():
                 if message.link not in self._links or self._transport not in ("auto", message.link):
                     self._lose(
-                        outgoing, f"decode chose link {message.link!r}, allowed is {self._transport}", told=False
+                        outgoing, f"decode wants link {message.link!r}, allowed is {self._transport}", told=False
                     )
                     return
                 if message.have < session.tokens:

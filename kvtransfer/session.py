@@ -268,7 +268,7 @@ class SenderSession(Session):
             return False
         if now - self.progress_at > self._patience_s:
             waited = "blocks" if self.state is TransferState.RESERVED else "frames"
-            self.end(TransferState.EXPIRED, f"decode has not answered about {waited} for {self._patience_s:.1f} s")
+            self.end(TransferState.EXPIRED, f"no answer about {waited} for {self._patience_s:.1f} s")
             return False
         if self.state is TransferState.RESERVED:
             return False

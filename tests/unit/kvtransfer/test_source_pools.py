@@ -117,7 +117,7 @@ def out_of_reach(meeting: Meeting, message: Any) -> bool:
     """How each transport says it: auto takes ZeroMQ, shm fails."""
     if meeting.transport == "auto":
         return isinstance(message, Grant) and message.link == "zmq"
-    return isinstance(message, Cancel) and "cannot be reached" in message.reason
+    return isinstance(message, Cancel) and "out of reach" in message.reason
 
 
 def test_nobody_waits_at_a_door_that_is_opened_late(meeting: Meeting) -> None:
