@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -166,25 +168,32 @@ def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, con
 
 
 def remarks(goodput: Goodput, points: Sequence[Point], config: BenchGoodputConfig) -> list[str]:
-    """What a figure between two rates that were tried is made of, and whether chance has a part in it."""
-    if goodput.between is None:
-        return []
-    good, bad = goodput.between
-    lines = [
-        f"interpolated between {good.rate:.2f} ({good.attainment:.1%} inside) and {bad.rate:.2f} ({bad.attainment:.1%})"
-    ]
-    if again := [
-        f"{each.rate:.2f}" for each in points if each.rate > bad.rate and each.attainment >= config.attainment
-    ]:
+    """Describe what the goodput rests on: the two rates it is interpolated between, whether chance has a part in it,
+    and which runs were too short."""
+    lines = []
+    if goodput.between is not None:
+        good, bad = goodput.between
         lines.append(
-            f"at {', '.join(again)} enough were inside again: {config.num_prompts} requests at each rate leave it to "
-            "chance (--num-prompts)"
+            f"interpolated between {good.rate:.2f} ({good.attainment:.1%} inside) and {bad.rate:.2f} "
+            f"({bad.attainment:.1%})"
+        )
+        later = [each for each in points if each.rate > bad.rate and each.attainment >= config.attainment]
+        if again := ", ".join(f"{each.rate:.2f}" for each in later):
+            lines.append(
+                f"at {again} enough were inside again: {config.num_prompts} requests at each rate leave it to "
+                "chance (--num-prompts)"
+            )
+    telling = _telling(points, config.attainment)
+    if short := ", ".join(f"{point.rate:.2f}" for point in points if point not in telling):
+        lines.append(
+            f"at {short} requests/s most of the time passed after the last request had been sent, which shows nothing "
+            "about such a rate: send more (--num-prompts)"
         )
     return lines
 
 
 def run(config: BenchGoodputConfig) -> int:
-    """Prints the curve and the goodput; exit code 1 if no rate was good enough."""
+    """Print the curve and the goodput; exit code 1 if no rate was good enough."""
     console = Console(stderr=True, highlight=False)
     wanted = wanted_objectives(config.goodput)
     prepared = prepare(config, config.url, config.api_key, config.served_model_name, config.header)
@@ -197,21 +206,7 @@ def run(config: BenchGoodputConfig) -> int:
     print(f"unloaded: TTFT {spreads['ttft'].median:.0f} ms, TPOT {spreads['tpot'].median:.1f} ms (medians)")
     print(f"objectives: {shown} (ms)")
     print(f"{'rate':>8} {'inside':>8} {'inside/s':>9} {'P99 TTFT':>10} {'P99 ITL':>9} {'failed':>7}")
-
-    numbers = itertools.count(1)
-
-    def attempt(rate: float) -> Summary:
-        run = load_at(config, prepared, rate, next(numbers), console)
-        show_remarks(console, run.records)
-        summary = summarise(run, objectives=objectives)
-        print(
-            f"{rate:>8.2f} {summary.attainment:>8.1%} {summary.goodput:>9.2f}"
-            f" {summary.spreads['ttft'].percentiles[99]:>10.0f} {summary.spreads['itl'].percentiles[99]:>9.1f}"
-            f" {summary.failed:>7}",
-            flush=True,
-        )
-        return summary
-
+    attempt = partial(_attempt, config, prepared, objectives, itertools.count(1), console)
     first = FIRST_SHARE * 1000 / max(spreads["e2el"].mean, 1e-3)
     found = sweep(attempt, config.attainment, first, config.rates or ())
     points = curve(found)
@@ -219,30 +214,49 @@ def run(config: BenchGoodputConfig) -> int:
     print(f"goodput: {goodput} with {config.attainment:.0%} inside {shown}")
     for line in remarks(goodput, points, config):
         print(line)
-    telling = _telling(points, config.attainment)
-    if short := ", ".join(f"{point.rate:.2f}" for point in points if point not in telling):
-        print(
-            f"at {short} requests/s most of the time passed after the last request had been sent, which tells nothing "
-            "about such a rate: send more (--num-prompts)"
-        )
     if config.save:
-        runs = [{"rate": rate, **as_json(each, metrics=METRICS)} for rate, each in sorted(found.items())]
-        figures = {
+        about = {
             "model_id": prepared.target.model,
             "dataset_name": config.dataset_name,
             "load": as_load(config, prepared.target.model),
             "objectives_ms": {each.metric: each.bound for each in objectives},
             "attainment": config.attainment,
-            "goodput": goodput.rate,
-            "goodput_is_a_lower_bound": goodput.at_least,
-            "interpolated_between": [point.rate for point in goodput.between or ()],
-            "unloaded": as_json(alone, metrics=METRICS),
-            "runs": runs,
         }
-        results.save(Path(config.save), figures)
+        results.save(Path(config.save), about | _as_json(goodput, alone, found))
     if config.plot:
         from bench.load import plots
 
         attained = [(point.rate, point.attainment) for point in points]
         plots.draw_attainment({prepared.target.model: attained}, Path(config.plot), config.attainment, shown)
     return 0 if goodput.rate else 1
+
+
+def _attempt(
+    config: BenchGoodputConfig,
+    prepared: Prepared,
+    objectives: Sequence[Objective],
+    numbers: Iterator[int],
+    console: Console,
+    rate: float,
+) -> Summary:
+    """Run the load at ``rate`` and print its line."""
+    run = load_at(config, prepared, rate, next(numbers), console)
+    show_remarks(console, run.records)
+    summary = summarise(run, objectives=objectives)
+    print(
+        f"{rate:>8.2f} {summary.attainment:>8.1%} {summary.goodput:>9.2f}"
+        f" {summary.spreads['ttft'].percentiles[99]:>10.0f} {summary.spreads['itl'].percentiles[99]:>9.1f}"
+        f" {summary.failed:>7}",
+        flush=True,
+    )
+    return summary
+
+
+def _as_json(goodput: Goodput, alone: Summary, found: dict[float, Summary]) -> dict[str, Any]:
+    return {
+        "goodput": goodput.rate,
+        "goodput_is_a_lower_bound": goodput.at_least,
+        "interpolated_between": [point.rate for point in goodput.between or ()],
+        "unloaded": as_json(alone, metrics=METRICS),
+        "runs": [{"rate": rate, **as_json(each, metrics=METRICS)} for rate, each in sorted(found.items())],
+    }

@@ -10,6 +10,7 @@ Of float32 weights that is one of two ways: as bfloat16, of which these are numb
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,44 +186,22 @@ def most_flops(dtype: torch.dtype, products: list[Product]) -> tuple[float, floa
     return most, most
 
 
-def measure(
-    heads: Heads, layers: list[Shape], dtype: KvDtype, threads: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """All kernels on ``threads`` threads; ``say`` takes each line of the table as it comes."""
+Say = Callable[[str], None]
+"""Takes a line of a table as soon as it is measured."""
+Read = Callable[[int], float]
+"""Gives the bytes per second at which memory of so many bytes is read."""
+
+
+def measure(heads: Heads, layers: list[Shape], dtype: KvDtype, threads: int, say: Say) -> dict[str, Any]:
+    """Measure all kernels on ``threads`` threads."""
     with on_threads(threads):
         rates = read_rates()
-
         read = partial(rate_of, rates)
-
         shown = ", ".join(f"{each.count} of {each.inputs} to {each.outputs}" for each in layers)
         words = f"{dtype}, {heads.query} heads over {heads.kv} of {heads.dim}, linear layers {shown}"
         say(f"{device.cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {words}")
-        attention = []
-        for batch in BATCHES:
-            for context in CONTEXTS:
-                found = attend(heads, dtype, batch, context, read)
-                attention.append(found)
-                say(
-                    f"attention  batch {batch:3d}  context {context:5d}  {found.bytes_per_s / 1e9:6.1f} GB/s"
-                    f"  {found.share:4.0%} of {found.limit_bytes_per_s / 1e9:5.1f}  {found.gain:5.2f} x torch"
-                    + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in found.seconds.items())
-                )
-        torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
-        whole, parts = most_flops(torch_dtype, linear)
-        unquantised_s = {each.rows: each.seconds[served(each)[0]] for each in linear if not each.int8}
-        judged = []
-        for each in linear:
-            for way in served(each):
-                one = judge(each, way, whole if _kind(each, way) == "whole" else parts, read)
-                judged.append(one)
-                say(
-                    f"{_kind(each, way):<10} {each.rows:4d} rows  {one.bytes_per_s / 1e9:6.1f} GB/s"
-                    f"  {one.flops_per_s / 1e9:5.0f} GFLOP/s  {one.share:4.0%} of {one.limit}"
-                    f"  {one.gain:5.2f} x torch"
-                    + (f"  {unquantised_s[each.rows] / each.seconds[way]:5.2f} x {dtype}" if each.int8 else "")
-                    + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
-                )
+        attention = _measure_attention(heads, dtype, read, say)
+        judged, most = _measure_linear(layers, dtype, read, say)
     behind = [each for each in attention if each.gain < EQUAL]
     slower = [f"attention of batch {each.batch} at {each.context} ({each.gain:.2f})" for each in behind]
     slower += [str(each) for each in judged if each.gain < EQUAL]
@@ -238,7 +217,7 @@ def measure(
             asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share, "times_torch": each.gain}
             for each in attention
         ],
-        "most_flops_per_s": {"whole": whole, "in parts": parts},
+        "most_flops_per_s": most,
         "linear": [
             asdict(each.product)
             | {
@@ -252,6 +231,42 @@ def measure(
         ],
         "slower_than_torch": slower,
     }
+
+
+def _measure_attention(heads: Heads, dtype: KvDtype, read: Read, say: Say) -> list[Attended]:
+    """Measure decode attention for all batches and contexts."""
+    attention = []
+    for batch, context in itertools.product(BATCHES, CONTEXTS):
+        found = attend(heads, dtype, batch, context, read)
+        attention.append(found)
+        say(
+            f"attention  batch {batch:3d}  context {context:5d}  {found.bytes_per_s / 1e9:6.1f} GB/s"
+            f"  {found.share:4.0%} of {found.limit_bytes_per_s / 1e9:5.1f}  {found.gain:5.2f} x torch"
+            + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in found.seconds.items())
+        )
+    return attention
+
+
+def _measure_linear(layers: list[Shape], dtype: KvDtype, read: Read, say: Say) -> tuple[list[Judged], dict[str, float]]:
+    """Measure the linear layers for all rows, whole and int8. Also returns the most operations per second, of whole
+    numbers and in parts (see :func:`most_flops`)."""
+    torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
+    whole, parts = most_flops(torch_dtype, linear)
+    unquantised_s = {each.rows: each.seconds[served(each)[0]] for each in linear if not each.int8}
+    judged = []
+    for each in linear:
+        for way in served(each):
+            one = judge(each, way, whole if _kind(each, way) == "whole" else parts, read)
+            judged.append(one)
+            say(
+                f"{_kind(each, way):<10} {each.rows:4d} rows  {one.bytes_per_s / 1e9:6.1f} GB/s"
+                f"  {one.flops_per_s / 1e9:5.0f} GFLOP/s  {one.share:4.0%} of {one.limit}"
+                f"  {one.gain:5.2f} x torch"
+                + (f"  {unquantised_s[each.rows] / each.seconds[way]:5.2f} x {dtype}" if each.int8 else "")
+                + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
+            )
+    return judged, {"whole": whole, "in parts": parts}
 
 
 def _sizes(option: str, given: str, count: int, what: str, example: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench.goals.engine import in_child
+from bench.goals.calibration import in_child
 from bench.goals.field import OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
 from bench.goals.figures import Row, Target, by_round
 from bench.micro import wire

@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.commands.compare import busy_shares
 from bench.commands.goodput import FIRST_SHARE, NEAR, Point, highest, next_rate
-from bench.goals.engine import CHUNK, in_child
+from bench.goals.calibration import CHUNK, in_child
 from bench.goals.field import COLOCATED, OURS, PLACES, VLLM, VLLM_1P1D, Field, System, good, whole
 from bench.goals.figures import Row, Target, against, by_round
 from bench.load import plots, results

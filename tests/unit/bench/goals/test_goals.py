@@ -16,8 +16,8 @@ from rich.console import Console
 from bench.commands import goals as command
 from bench.commands.goodput import Point, highest
 from bench.goals import engine, field, handoff, mocks, serving
+from bench.goals.calibration import Calibration, Decoded, Prefilled
 from bench.goals.coordinator import added_ms
-from bench.goals.engine import Calibration, Decoded, Prefilled
 from bench.goals.field import (
     COLOCATED,
     FULL,
