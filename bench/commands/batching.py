@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from bench.commands.compare import Spread
 from bench.commands.serve import show_remarks
 from bench.load import results
+from bench.load.comparison import Spread
 from bench.load.run import Run, run_now
 from bench.load.setup import Prepared, prepare_with
 from bench.load.tokens import Tokenizer, ordinary_ids

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.goals import checkpoint, coordinator, engine, handoff, serving
+from bench.goals import checkpoint, coordinator, engine, goodput, handoff, interference, saturation, start
 from bench.goals.field import FULL, QUICK, Field, opened
 from bench.goals.figures import Row, as_json, of_json, table
 from bench.load import neighbours, results
@@ -23,8 +23,9 @@ from common.core.errors import StartError, reason
 
 Goal = Callable[[Field], list[Row]]
 GOALS: dict[str, Goal] = {
-    "C12": serving.c12, "C6": coordinator.c6, "C5": handoff.c5, "C1": engine.c1, "C2": engine.c2, "C3": engine.c3,
-    "C7": engine.c7, "C4": handoff.c4, "C8": serving.c8, "C10": serving.c10, "C11": serving.c11, "C9": serving.c9,
+    "C12": start.c12, "C6": coordinator.c6, "C5": handoff.c5, "C1": engine.c1, "C2": engine.c2, "C3": engine.c3,
+    "C7": engine.c7, "C4": handoff.c4, "C8": interference.c8, "C10": saturation.c10, "C11": saturation.c11,
+    "C9": goodput.c9,
 }  # fmt: skip
 """In the order in which they are measured: those that need the same servers follow one another."""
 CORES = 2

@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.commands.compare import Outcome, table, verdict
 from bench.load import neighbours, results
 from bench.load.client import Target
+from bench.load.comparison import Outcome, table, verdict
 from bench.load.metrics import METRICS, Objective, as_json, parse_objectives, summarise
 from bench.load.run import run_now
 from bench.load.setup import as_load, times, workload

@@ -1,13 +1,18 @@
-"""``tandem bench goals``: what this system wants to reach on two cores, measured and beside its limits and peers.
+"""``tandem bench goals``: the goals C1 to C12 on two cores, measured beside this machine's limits and a peer.
 
-Goals have numbers, C1 to C12. Each is one small function that puts load on the systems it compares in turn, round by
-round within one run, and returns rows: value, calibrated limit, the peer's value, ratio, what is wanted, met or not.
+Each goal is one function. It puts load on the systems that it compares, in turn and in rounds, and returns rows: value,
+calibrated limit, the peer's value, their ratio, the target, and whether it is met.
 
     figures       rows, targets and the table: pure
-    field         the systems that are compared, started when a goal needs them, and the loads they get
-    engine        C1, C2, C3, C7: steps of one core against what the core can read and multiply
-    handoff       C4, C5: what it costs that KV travels
-    coordinator   C6: what the coordinator costs, with workers that compute nothing
-    serving       C8 to C12: interference, goodput, saturation, start
-    checkpoint    the model that is measured: random weights, made here
+    field         the systems that are compared, started when a goal needs them, and their loads
+    calibration   steps of one core beside what the core can read and multiply
+    engine        C1, C2, C3, C7: decode, prefill and a worker's turn on one core
+    turns         the loop of a real worker, turn by turn
+    handoff       C4, C5: what the hand-off of KV costs
+    coordinator   C6: what the coordinator costs, around the workers of mocks, which compute nothing
+    interference  C8: running streams beside long prompts
+    goodput       C9: the highest rate inside the objectives
+    saturation    C10, C11: throughput when all requests are sent at once
+    start         C12: from the command to the first token
+    checkpoint    the model that is measured, with random weights
 """

@@ -7,7 +7,8 @@ burns 0.06 of a core, and as 1P1D, whose workers poll, all of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ PLACES, KV_GIB = 128, 2
 """Streams at a time and KV of a system: each of two colocated workers has half (a pair's prefill worker has as much for
 prompts that are not handed off yet). It is the KV of so many sequences of more than 1,300 tokens of an 82 M-parameter
 model."""
+INPUT, OUTPUT = 1024, 32
+"""Prompt and output tokens of a request where a goal does not say otherwise."""
 _IDS_SEED = 1 << 16
 T = TypeVar("T")
 
@@ -58,6 +61,15 @@ class System:
 OURS, OURS_ONE_CORE = System("1p1d"), System("1c", cores=1)
 COLOCATED = (System("1c"), System("2c"))
 VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System("vllm-1p1d")
+
+
+Rates = dict[System, list[float]]
+"""Requests per second of each system, by round."""
+
+
+def best(found: Mapping[System, Sequence[float]], among: Sequence[System]) -> System:
+    """The system with the highest median."""
+    return max(among, key=lambda system: statistics.median(found[system]))
 
 
 @dataclass(frozen=True)

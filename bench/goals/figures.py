@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bench.commands.compare import Spread
+from bench.load.comparison import Spread
 
 Of = Literal["value", "share", "ratio"]
 

@@ -6,11 +6,10 @@ import statistics
 from typing import Any
 
 from bench.goals.calibration import in_child
-from bench.goals.field import OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
+from bench.goals.field import INPUT, OURS_ONE_CORE, OUTPUT, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
 from bench.goals.figures import Row, Target, by_round
 from bench.micro import wire
 
-INPUT, OUTPUT = 1024, 32
 HIDDEN_INPUTS = (1024, 4096)
 """Prompt tokens: of short ones the last layer and a hand-off's messages are most of the time."""
 ON_ITS_CORE = System("1p1d", flags=("--no-lend-cores",))

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from bench.commands import compare
-from bench.commands.compare import OTHER, Outcome, Terms, best, busy_shares, table, verdict
+from bench.commands.compare import Terms
 from bench.load.client import Record, Target
+from bench.load.comparison import OTHER, Outcome, best, busy_shares, table, verdict
 from bench.load.metrics import Objective, summarise
 from bench.load.run import Run
 from bench.load.setup import Prepared

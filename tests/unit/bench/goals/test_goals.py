@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench.commands import goals as command
 from bench.commands.goodput import Point, highest
-from bench.goals import engine, field, handoff, mocks, serving
+from bench.goals import engine, field, goodput, handoff, interference, mocks, saturation
 from bench.goals.calibration import Calibration, Decoded, Prefilled
 from bench.goals.coordinator import added_ms
 from bench.goals.field import (
@@ -259,30 +259,33 @@ def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_sa
 def test_only_gaps_while_all_stream_count() -> None:
     """The first stream waits for the others' prompts, the last one runs on alone."""
     records = [record(0.1, 0.5, 0.02, 0.02, 0.02), record(0.6, 0.02, 0.02, 0.02, 0.3, 0.3)]
-    found = serving.gaps_together(records)
+    found = interference.gaps_together(records)
     assert [number for number, _ in found] == [2, 3, 4, 1, 2, 3]
     assert [seconds for _, seconds in found] == pytest.approx([0.02] * 6)
     with pytest.raises(StartError, match="did not run together"):
-        serving.gaps_together([record(0.1, 0.02), record(0.6, 0.02)])
+        interference.gaps_together([record(0.1, 0.02), record(0.6, 0.02)])
 
 
 def test_gaps_are_in_medians_of_the_same_stretch_of_a_stream() -> None:
     """A stream that slows down as its context grows is not disturbed by that."""
-    alone = [(number, 0.01 if number < serving.STRETCH else 0.02) for number in range(2 * serving.STRETCH)]
-    longer = [*alone, (2 * serving.STRETCH, 0.02)]
-    assert serving.in_usual(longer, alone) == pytest.approx([1.0] * len(longer)), "beyond what is known: the nearest"
-    assert serving.in_usual([(3, 0.03), (40, 0.03)], alone) == pytest.approx([3.0, 1.5])
+    stretch = interference.STRETCH
+    alone = [(number, 0.01 if number < stretch else 0.02) for number in range(2 * stretch)]
+    longer = [*alone, (2 * stretch, 0.02)]
+    assert interference.in_usual(longer, alone) == pytest.approx([1.0] * len(longer)), (
+        "beyond what is known: the nearest"
+    )
+    assert interference.in_usual([(3, 0.03), (40, 0.03)], alone) == pytest.approx([3.0, 1.5])
 
 
 def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system(tmp_path: Path) -> None:
     def answer(system: System, ask: Ask, at: float) -> Record:
-        if ask.prompt_tokens == serving.INTRUDER or ask.output_tokens == QUICK.streamed_tokens:
+        if ask.prompt_tokens == interference.INTRUDER or ask.output_tokens == QUICK.streamed_tokens:
             return record(0.1, *[0.02] * (ask.output_tokens - 1), sent=at)
         long = {OURS: 0.024, VLLM: 0.4}.get(system, 0.1)
         return record(0.1, *[long if index % 20 == 7 else 0.02 for index in range(ask.output_tokens - 1)])
 
     scripted = Scripted(answer)
-    disturbed, *others = serving.c8(scripted)
+    disturbed, *others = interference.c8(scripted)
     assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
     tails = "1.20 (1p1d), 5.00 (1c), 20.00 (vLLM colocated), 5.00 (vLLM 1P1D); "
@@ -305,7 +308,7 @@ def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
         return record(0.1, *[pace] * (ask.output_tokens - 1), sent=at)
 
     scripted = Scripted(answer)
-    assert serving.interference(scripted, OURS).p99 == pytest.approx(1.0)
+    assert interference.interference(scripted, OURS).p99 == pytest.approx(1.0)
     assert len(scripted.order) == 4
 
 
@@ -314,11 +317,11 @@ def test_a_stream_that_slows_down_as_it_grows_is_told_in_both_ways() -> None:
     scripted = Scripted(
         lambda system, ask, at: record(0.1, *[0.02 + 0.001 * i for i in range(ask.output_tokens - 1)], sent=at)
     )
-    found = serving.interference(scripted, OURS)
+    found = interference.interference(scripted, OURS)
     assert found.p99 == pytest.approx(found.undisturbed_p99) and found.p99_in_one_median > found.p99 > 1
 
 
-@pytest.mark.parametrize("refused", [serving.INTRUDER, serving.STREAM_INPUT])
+@pytest.mark.parametrize("refused", [interference.INTRUDER, interference.STREAM_INPUT])
 def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_disturbed(refused: int) -> None:
     def by(who: System) -> Any:
         def answer(system: System, ask: Ask, at: float) -> Record:
@@ -329,9 +332,9 @@ def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_di
 
     for ours in (OURS, COLOCATED[0]):
         with pytest.raises(StartError, match="requests failed: HTTP 503: full"):
-            serving.c8(Scripted(by(ours)))
-    if refused == serving.INTRUDER:
-        found = serving.c8(Scripted(by(VLLM)))[0]
+            interference.c8(Scripted(by(ours)))
+    if refused == interference.INTRUDER:
+        found = interference.c8(Scripted(by(VLLM)))[0]
         assert found.peer == pytest.approx(1.0), "a peer may have that advantage"
         assert found.note.count("inf ms (vLLM colocated)") == 1
 
@@ -358,7 +361,7 @@ def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
 
         return inside
 
-    curves = serving.search({system: attempt(system) for system in capacity}, {OURS: 1.0, VLLM: 1.0})
+    curves = goodput.search({system: attempt(system) for system in capacity}, {OURS: 1.0, VLLM: 1.0})
     assert asked[:6] == [OURS, VLLM] * 3, "one rate of each in turn"
     for system, curve in curves.items():
         assert highest(curve, 0.9).rate == pytest.approx(capacity[system], rel=0.1)
@@ -378,17 +381,17 @@ def test_of_rivals_only_the_best_is_searched_to_the_end() -> None:
         return inside
 
     attempts = {system: attempt(system) for system in (VLLM, VLLM_1P1D, OURS)}
-    curves = serving.search(attempts, dict.fromkeys(capacity, 1.0), near=1.3, rivals=True)
+    curves = goodput.search(attempts, dict.fromkeys(capacity, 1.0), near=1.3, rivals=True)
     assert max(curves, key=lambda system: highest(curves[system], 0.9).rate) == OURS
     assert highest(curves[OURS], 0.9).rate == pytest.approx(3.0, rel=0.3)
     assert [len(curves[each]) for each in (VLLM, VLLM_1P1D)] == [2, 1]
-    every = serving.search(attempts_of(capacity), dict.fromkeys(capacity, 1.0), near=1.3)
+    every = goodput.search(attempts_of(capacity), dict.fromkeys(capacity, 1.0), near=1.3)
     assert sum(map(len, every.values())) > len(asked)
 
 
 def test_a_rival_that_has_not_failed_is_not_given_up() -> None:
     """It begins at a little less than another, and bears more."""
-    curves = serving.search(attempts_of({VLLM: 1.1, OURS: 3.0}), {VLLM: 1.0, OURS: 0.9}, near=1.3, rivals=True)
+    curves = goodput.search(attempts_of({VLLM: 1.1, OURS: 3.0}), {VLLM: 1.0, OURS: 0.9}, near=1.3, rivals=True)
     assert highest(curves[OURS], 0.9).rate == pytest.approx(3.0, rel=0.3)
 
 
@@ -398,7 +401,7 @@ def attempts_of(capacity: dict[System, float]) -> Any:
 
 @pytest.mark.parametrize(("rate", "requests"), [(8.01, 161), (2.0, 40), (0.2, 40), (0.15, 30), (0.1, 20), (0.01, 20)])
 def test_a_low_rate_is_tried_with_fewer_requests_and_a_high_one_with_more(rate: float, requests: int) -> None:
-    assert serving.paced(rate, 40, 20, least_s=20) == requests
+    assert goodput.paced(rate, 40, 20, least_s=20) == requests
 
 
 def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:
@@ -407,7 +410,7 @@ def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:
     def attempt(system: System) -> Any:
         return lambda rate: shares[system].get(rate, 1.0)
 
-    curves = serving.search({system: attempt(system) for system in shares}, dict.fromkeys(shares, 1.0), doubted=shares)
+    curves = goodput.search({system: attempt(system) for system in shares}, dict.fromkeys(shares, 1.0), doubted=shares)
     assert highest(curves[OURS], 0.9).rate == pytest.approx(0.5, rel=0.1)
     assert [point.rate for point in curves[VLLM]] == [1.0, 0.5] and not highest(curves[VLLM], 0.9).rate
 
@@ -427,7 +430,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
             return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
 
     scripted = Paced(None, effort=replace(QUICK, rounds=2, paced=40))
-    vllm, apart, own = serving.c9(scripted)
+    vllm, apart, own = goodput.c9(scripted)
     assert vllm.against == "vLLM colocated with 512 tokens a step" and vllm.met is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(4 / 1.6, rel=0.2)
     assert apart.peer == 0 and apart.ratio and apart.ratio.median == math.inf and apart.met is True
@@ -445,12 +448,12 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
 def test_the_rates_around_the_highest_are_tried_again() -> None:
     """Luck at one of them is not a rate: the median over rounds is told, with their range."""
     nearly = [Point(1.0, 1.0), Point(2.0, 0.95), Point(2.1, 0.85), Point(4.0, 0.0)]
-    assert serving.around(nearly) == [2.0, 2.1] and serving.around([Point(1.0, 1.0), Point(2.0, 0.9)]) == [2.0]
-    assert serving.around([Point(1.0, 0.8), Point(2.0, 0.5)]) == [1.0], "too much, however little"
-    assert serving.around([Point(1.0, 0.0)]) == [], "late one by one: there was no search"
+    assert goodput.around(nearly) == [2.0, 2.1] and goodput.around([Point(1.0, 1.0), Point(2.0, 0.9)]) == [2.0]
+    assert goodput.around([Point(1.0, 0.8), Point(2.0, 0.5)]) == [1.0], "too much, however little"
+    assert goodput.around([Point(1.0, 0.0)]) == [], "late one by one: there was no search"
     late = {OURS: 0.5, VLLM: 2.0}
     scripted = Scripted(lambda system, ask, at: record(late[system], 0.02, sent=at))
-    curves = serving.again(scripted, {OURS: nearly, VLLM: nearly, VLLM_1P1D: [Point(0.3, 0.0)]}, 1)
+    curves = goodput.again(scripted, {OURS: nearly, VLLM: nearly, VLLM_1P1D: [Point(0.3, 0.0)]}, 1)
     assert sorted(curves[OURS], key=lambda point: point.rate)[1:3] == [Point(2.0, 1.0), Point(2.1, 1.0)]
     assert curves[VLLM_1P1D] == [Point(0.3, 0.0)]
     assert scripted.order[:4] == [OURS, VLLM] * 2, "one rate of each in turn"
@@ -469,9 +472,9 @@ def test_what_lies_between_is_searched_where_other_arrivals_move_the_highest_rat
         asked.append(system)
         return float(rate <= capacity[system])
 
-    monkeypatch.setattr(serving, "inside", inside)
+    monkeypatch.setattr(goodput, "inside", inside)
     never = {VLLM_1P1D: [Point(1.0, 0.5), Point(0.5, 0.4)]}
-    curves = serving.again(Scripted(None), dict.fromkeys(capacity, curve) | never, 1)
+    curves = goodput.again(Scripted(None), dict.fromkeys(capacity, curve) | never, 1)
     for system in (OURS, VLLM, VLLM_ONE_CORE):
         assert highest(curves[system], 0.9).rate == pytest.approx(capacity[system], rel=0.05)
     assert asked.count(VLLM_ONE_CORE) == 2, "nothing has moved"
@@ -495,10 +498,10 @@ def test_a_peer_that_ends_in_the_middle_is_left_out_and_costs_nobody_elses_figur
 
     found = Dies(None, effort=Effort(rounds=3))
     found.remembered["cost"] = COST
-    ours, *_ = serving.c10(found)
+    ours, *_ = saturation.c10(found)
     assert ours.value > 0 and ours.against in ("1c", "2c")
     assert (list(found.broken) == [VLLM]) is (dies_after < 1 + found.effort.rounds), "once to warm up"
-    peer, apart, _ = serving.c9(Dies(None))
+    peer, apart, _ = goodput.c9(Dies(None))
     assert peer.value == apart.peer == pytest.approx(2.0, rel=0.1), "what all others bear"
     assert peer.peer is None, "it died before it found its rate"
 
@@ -506,7 +509,7 @@ def test_a_peer_that_ends_in_the_middle_is_left_out_and_costs_nobody_elses_figur
 def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
     late = {OURS: 0.5}
     scripted = Scripted(lambda system, ask, at: record(late.get(system, 2.0), 0.02, sent=at), peers=None)
-    vllm, apart, own = serving.c9(scripted)
+    vllm, apart, own = goodput.c9(scripted)
     assert vllm.peer is None and vllm.met is None and apart.met is None and own.peer == 0
     told = "of 4 requests at each rate, fewer at those below 0.02/s, a lower bound: 1p1d"
     assert own.note == told, "no rate that was tried was too high for it"
@@ -517,25 +520,25 @@ def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
 
 def test_a_balanced_load_keeps_both_pools_equally_long() -> None:
     cost = CostModel(((0, 0.01), (50, 0.015)), 1e-8, 0.0002, 0.0, 1, 12, 1, "bfloat16", 0.0)
-    tokens = serving.balanced_output(cost, 512, 32)
+    tokens = saturation.balanced_output(cost, 512, 32)
     prefill_s = 0.01 + 512 * 0.0002
     step_s = 0.01 + 32 * 0.0001 + 1e-8 * 32 * (512 + tokens / 2)
     assert tokens * step_s / 32 == pytest.approx(prefill_s, rel=1 / tokens)
-    assert serving.balanced_output(cost, 1024, 32) > tokens, "a longer prompt needs a longer answer"
+    assert saturation.balanced_output(cost, 1024, 32) > tokens, "a longer prompt needs a longer answer"
 
 
 def test_saturation_is_against_the_best_colocated_one() -> None:
     seconds = {OURS: 10.0, COLOCATED[0]: 12.0, COLOCATED[1]: 9.8, VLLM: 15.0, VLLM_1P1D: 30.0}
     scripted = Scripted(lambda system, ask, at: record(1.0, seconds[system] - 1.0))
     scripted.remembered["cost"] = COST
-    own, vllm = serving.c10(scripted)
+    own, vllm = saturation.c10(scripted)
     assert own.value == QUICK.balanced / 10 and own.against == "2c" and own.ratio
     assert own.ratio.median == pytest.approx(0.98) and own.met is False and own.held is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(1.5) and vllm.met is True
     assert "512/48" in own.what
     assert own.limit == pytest.approx(2 / (512 * 0.000093 + 48 * 0.001)) and own.share == own.value / own.limit
     assert own.detail["requests_per_s"]["2c"] == [pytest.approx(QUICK.balanced / 9.8)]
-    vllm, own, apart = serving.c11(scripted)
+    vllm, own, apart = saturation.c11(scripted)
     assert [vllm.against, own.against, apart.against] == [str(VLLM), "2c", str(VLLM_1P1D)]
     assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
 
@@ -552,7 +555,7 @@ def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_tol
 
     scripted = Scripted(answered, peers=None)
     scripted.remembered["cost"] = COST
-    own, _ = serving.c10(scripted)
+    own, _ = saturation.c10(scripted)
     assert own.value == pytest.approx(QUICK.balanced / 20)
     took = "500 ms (1p1d), 500 ms (1c), 500 ms (2c)"
     assert own.note.endswith(f"{took}; prefill has work 50% of the time; decode has work 75% of the time")
