@@ -1,1 +1,2 @@
-"""One module per ``tandem bench`` command. Each reads its configuration, runs, prints a table and saves a result."""
+"""One module per ``tandem bench`` command, whose ``run`` takes the configuration, prints a table, saves the figures and
+returns the exit code. The experiments on one mechanism are in :mod:`bench.micro`."""

@@ -1,11 +1,11 @@
-"""``tandem bench batching``: what continuous batching brings over naive static batching, on one server.
+"""``tandem bench batching``: what continuous batching gains over naive static batching, on one server.
 
-One workload of prompts of one length and answers of very different ones (exponentially distributed, as in the
-comparison that named the technique's 23-fold gain). *Continuous* sends all at once and leaves the order to the server.
-*Static* does what a loop over batches does: it sends ``--batch-size`` requests together, lets each run as long as the
-longest of them, and sends the next when all have ended; tokens past a request's own length are computed and thrown
-away. The engine, its kernels and its prompts are the same, so the ratio is that of the batching alone, if the
-server runs no more streams at a time than a batch has (``--max-num-seqs``).
+The workload has prompts of one length and answers of exponentially distributed lengths, as in the comparison that
+reported the technique's 23-fold gain. *Continuous* sends all requests at once and leaves the order to the server.
+*Static* works like a loop over batches: it sends ``--batch-size`` requests together, lets each run as long as the
+longest of them, and sends the next batch when all have ended; the tokens past a request's own length are computed and
+discarded. Engine, kernels and prompts are the same, so the ratio is that of batching alone, provided that the server
+runs no more streams at a time than a batch has (``--max-num-seqs``).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from common.config.bench.batching import BenchBatchingConfig
 from common.core.errors import StartError
 
 LONGEST = 12
-"""An answer is at most so many times as long as the mean one; less where the server takes less."""
+"""Longest answer, in mean answers; less where the server accepts less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Useful output tokens and the seconds that they took."""
+    """Useful output tokens, and the seconds they took."""
 
     tokens: int
     seconds: float
@@ -45,19 +45,19 @@ class Result:
 
 
 def mixed(asks: Sequence[Ask], mean: int, most: int, seed: int) -> list[Ask]:
-    """The same prompts with exponentially distributed lengths of answers, ``mean`` in the mean, at most ``most``."""
+    """Return the same prompts with exponentially distributed answer lengths of the given ``mean``, at most ``most``."""
     drawn = np.random.default_rng(seed).exponential(mean, len(asks))
     lengths = np.clip(np.rint(drawn), 1, most).astype(int).tolist()
     return [replace(ask, output_tokens=length) for ask, length in zip(asks, lengths, strict=True)]
 
 
 def longest_answer(mean: int, prompt: int, longest: int | None) -> int:
-    """Tokens of the longest answer, where prompt and answer together may have ``longest``."""
+    """Return the tokens of the longest answer, if prompt and answer may have ``longest`` tokens together."""
     return LONGEST * mean if longest is None else min(LONGEST * mean, longest - prompt)
 
 
 def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
-    """Batches in order; within each every answer is as long as the longest."""
+    """Split into batches, in order; within a batch every answer is as long as the longest."""
     batches = [list(asks[at : at + size]) for at in range(0, len(asks), size)]
     return [
         [replace(ask, output_tokens=max(each.output_tokens for each in batch)) for ask in batch] for batch in batches
@@ -65,25 +65,27 @@ def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
 
 
 def _prompts(config: BenchBatchingConfig, tokenizer: Tokenizer) -> list[Ask]:
-    """With answers of the mean length."""
+    """Return the prompts, with answers of the mean length."""
     lengths = config.random_input_len, config.random_output_len
     return random_asks(ordinary_ids(tokenizer), config.num_prompts, *lengths, seed=config.seed)
 
 
 def run(config: BenchBatchingConfig) -> int:
-    """Prints tokens per second of both ways and their ratio over the rounds."""
+    """Print tokens per second of both ways, and their ratio over the rounds."""
     console = Console(stderr=True, highlight=False)
     prepared = prepare_with(
         config, lambda tokenizer: _prompts(config, tokenizer), config, config.url, config.api_key,
         config.served_model_name, config.header,
     )  # fmt: skip
     size = config.batch_size
-    alone = f"note: the ratio is that of batching alone if the server answers no more than {size} requests at a time"
+    alone = f"note: the ratio is that of batching alone if the server runs at most {size} requests at a time"
     console.print(f"{alone} (tandem up --max-num-seqs {size})", markup=False)
     mean = config.random_output_len
     most = longest_answer(mean, config.random_input_len, prepared.longest)
     if most < LONGEST * mean:
-        console.print(f"note: answers have at most {most} tokens, which is what the server has room for", markup=False)
+        console.print(
+            f"note: answers have at most {most} tokens, because the server accepts no longer ones", markup=False
+        )
     ways = {"continuous": _continuous, "static": _static}
     found: dict[str, list[Result]] = {way: [] for way in ways}
     for number in range(config.runs):
@@ -119,15 +121,15 @@ def _static(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask]
 
 
 def _check(asks: Sequence[Ask], run: Run, console: Console) -> None:
-    """A way in which requests fail cannot be compared, nor one whose answers are not as long as was asked for."""
+    """Raise StartError if a request failed, or if an answer is shorter than requested: neither can be compared."""
     if not all(record.ok for record in run.records):
         show_remarks(console, run.records)
-        raise StartError("requests failed", "both ways must answer all of them", "ask for less at once, or for shorter")
+        raise StartError("requests failed", "both ways must answer all of them", "send fewer at once, or shorter ones")
     if short := sum(record.output_tokens < ask.output_tokens for ask, record in zip(asks, run.records, strict=True)):
         raise StartError(
             f"{short} of {len(asks)} answers ended early",
-            "tokens that nobody had would count, and no batch would be as long as its longest answer",
-            "leave --no-ignore-eos out, and ask a server that knows ignore_eos",
+            "missing tokens would count as useful, and no batch would last as long as its longest answer",
+            "leave out --no-ignore-eos, and use a server that supports ignore_eos",
         )
 
 

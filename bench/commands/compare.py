@@ -1,9 +1,9 @@
 """``tandem bench compare``: should this workload be disaggregated on these cores, and with which pools?
 
-Every system (pools of ``tandem up`` on the same cores, and a server at ``--url`` if one is named) gets the same
-requests at the same times, round by round, so that a slow minute of the machine is shared. What counts is the ratio
-within a round; its spread over the rounds says what a difference is worth. Disaggregation is only advised where it is
-better in every round: two pools cost a second copy of the weights, and a hand-off for every request.
+Every system (pools of ``tandem up`` on the same cores, and the server at ``--url`` if there is one) gets the same
+requests at the same times, round by round, so that a slow minute of the machine affects all of them. Ratios are taken
+within a round; their spread over the rounds shows how reliable a difference is. The verdict is in
+:mod:`bench.load.comparison`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from common.net.http_client import HttpClient
 
 @dataclass
 class Terms:
-    """What is one and the same for all systems."""
+    """What is the same for all systems."""
 
     longest: int | None = None
-    """Tokens that a prompt and its answer may have together: what is longer is left out for all."""
+    """Most tokens of a prompt and its answer together; longer requests are left out for all systems."""
     objectives: tuple[Objective, ...] = ()
     asked: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
-    """By round, its requests, as far as they do not depend on a server's vocabulary."""
+    """The requests by round, as far as they do not depend on a server's vocabulary."""
 
     def hold(self, prepared: Prepared, number: int, system: str) -> None:
-        """StartError if this is not what the systems before got: their limits, or tokenizers, are others."""
+        """Raise StartError if these requests differ from those of the systems before, because limits or tokenizers
+        differ."""
         asked = [
             (ask.prompt if isinstance(ask.prompt, str) else ask.prompt_tokens, ask.output_tokens, ask.at)
             for ask in prepared.workload
@@ -54,7 +55,7 @@ class Terms:
 
 
 def run(config: BenchCompareConfig) -> int:
-    """Prints the figures of all systems, the ratios and the advice."""
+    """Print the figures of all systems, their ratios and the advice."""
     cores = usable_cores()
     wanted = usual_systems(cores) if config.systems is None else config.systems
     names = [name.strip() for name in wanted.split(",") if name.strip()]
@@ -91,8 +92,8 @@ def run(config: BenchCompareConfig) -> int:
 
 
 def _look_at(url: str, api_key: str | None, model: str | None, console: Console) -> int | None:
-    """How many tokens the server at ``--url`` takes in one request, if it tells. StartError if none answers, or serves
-    no such model: its turn comes only after all others, minutes from now."""
+    """Return the most tokens of one request at the server at ``--url``, or None if it does not report them. Raise
+    StartError if it does not answer or does not serve the model: its turn comes minutes from now, after all others."""
     served = HttpClient(url, api_key).served(model)
     console.print(
         "note: the server at --url keeps running while the others are measured: if it is on this machine and polls, it "
@@ -104,8 +105,8 @@ def _look_at(url: str, api_key: str | None, model: str | None, console: Console)
 
 
 def _measure(config: BenchCompareConfig, outcome: Outcome, number: int, terms: Terms, console: Console) -> None:
-    """One round of one system. The first of all says what fits and, where the objectives depend on that, what it does
-    unloaded."""
+    """Measure one round of one system. The first of all determines which requests fit and, if the objectives are
+    relative, measures the system without load."""
     options = replace(config, seed=config.seed + number)
     with ExitStack() as stack:
         if outcome.system == OTHER:

@@ -27,15 +27,16 @@ GOALS: dict[str, Goal] = {
     "C7": engine.c7, "C4": handoff.c4, "C8": interference.c8, "C10": saturation.c10, "C11": saturation.c11,
     "C9": goodput.c9,
 }  # fmt: skip
-"""In the order in which they are measured: those that need the same servers follow one another."""
+"""In the order in which they are measured: goals that need the same servers follow one another."""
 CORES = 2
-"""That goals are stated for."""
+"""Number of cores for which the goals are stated."""
 LOCAL = results.ROOT / "bench" / "results" / "local" / "goals.json"
-"""Git ignores that folder: a run to be published is saved in the folder of its machine."""
+"""Git ignores this folder. A run to be published is saved in the folder of its machine."""
 
 
 def chosen(text: str | None) -> list[str]:
-    """The goals that ``--only`` names, in the order in which they are measured. StartError for one that is none."""
+    """Return the goals that ``--only`` names, in the order in which they are measured. Raises StartError for an unknown
+    one."""
     names = list(GOALS) if text is None else [name.strip().upper() for name in text.split(",") if name.strip()]
     if strange := [name for name in names if name not in GOALS]:
         raise StartError(f"there is no goal {strange[0]}", "goals are C1 to C12", "correct --only")
@@ -44,28 +45,28 @@ def chosen(text: str | None) -> list[str]:
 
 @dataclass
 class Found:
-    """The rows of each goal, by number, and why goals have none: they could not be measured, or not so far."""
+    """The rows of the goals, and why other goals have none: they failed, or have not been measured yet."""
 
     rows: list[Row] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
-    """Peers that did not start."""
+    """Peers that did not start, and why."""
     parts: dict[str, list[str]] = field(default_factory=dict)
-    """Of earlier runs that this one goes on with: the goals that each has measured, by date."""
+    """Earlier runs that this run continues: the goals that each measured, by date."""
     quick: bool = False
-    """Of loads so small that nothing is to be judged by them."""
+    """Whether the loads were so small that the figures must not be judged."""
 
     def lines(self) -> list[str]:
-        """The table, what is missing in it, and where it comes from."""
+        """Return the table, notes on what is missing in it, and its provenance."""
         lines = table(self.rows) + [f"- {name} could not be measured: {why}" for name, why in self.failed.items()]
         lines += [f"- {name} is missing: {why}" for name, why in self.broken.items()]
         if self.left:
             lines.append(f"- not measured so far: {', '.join(self.left)}")
         lines += [f"- measured before, by a run of {date}: {', '.join(names)}" for date, names in self.parts.items()]
         if self.quick:
-            lines.append("- a quick run: its figures, and whether they meet anything, mean nothing")
-        return [*lines, "", results.told()]
+            lines.append("- a quick run: its figures, and whether they meet a target, mean nothing")
+        return [*lines, "", results.provenance_line()]
 
     def as_json(self) -> dict[str, Any]:
         rest = {"failed": self.failed, "broken": self.broken, "left": self.left, "parts": self.parts}
@@ -73,8 +74,8 @@ class Found:
 
 
 def resumed(save: Path, of: dict[str, Any]) -> Found:
-    """What the run that has saved its figures there has measured. StartError if this one cannot go on with them: if
-    what it is ``of``, as it will save it, is something else."""
+    """Return what the run that saved its figures there has measured. Raises StartError if this run cannot continue it
+    because it is ``of`` something else (model, peers, effort), of another machine or of other sources."""
     try:
         kept = json.loads(save.read_text(encoding="utf-8"))
         rows = [of_json(each) for each in kept["rows"]]
@@ -99,8 +100,8 @@ def resumed(save: Path, of: dict[str, Any]) -> Found:
 def measure(
     setting: Field, names: Sequence[str], console: Console, keep: Callable[[Found], None], found: Found | None = None
 ) -> Found:
-    """Measures those of the goals that ``found`` lacks, and has what was found so far kept after each: one that fails,
-    or an end in the middle, does not cost what the others have found in hours."""
+    """Measure those of the goals that ``found`` lacks, and call ``keep`` after each, so that a goal that fails, or an
+    interruption, does not lose the others."""
     found = found or Found()
     known = {row.goal for row in found.rows}
     found.left = [name for name in names if name not in known]
@@ -110,7 +111,7 @@ def measure(
         found.left.remove(name)
         try:
             rows = GOALS[name](setting)
-        except Exception as error:  # whatever it is
+        except Exception as error:  # a goal that fails must not end the run
             found.failed[name] = str(error) or type(error).__name__
             if not isinstance(error, StartError):
                 console.print_exception()

@@ -1,10 +1,10 @@
-"""``tandem bench goodput``: the highest rate at which the share of requests inside the objectives is still wanted.
+"""``tandem bench goodput``: the highest rate at which enough requests meet their objectives.
 
-The second of two definitions of goodput (DistServe's): runs at several rates make a curve of attainment, and where it
-falls through the wanted share (90 %) is interpolated. Failed and rejected requests are outside. Objectives are in ms,
-or multiples of what the same server does unloaded. Without ``--rates`` they are searched for: doubled until one fails,
-then halved in between, on a scale of factors. A run whose answers take longer than all its requests took to come shows
-no rate: what waits for seconds behind a burst would, at that rate, wait for longer and longer.
+This is DistServe's definition of goodput: runs at several rates give a curve of attainment, and the rate at which it
+falls below the wanted share (90 %) is interpolated. Failed and rejected requests miss. Objectives are in ms, or
+multiples of what the same server does without load. Without ``--rates`` the rates are searched for: doubled until one
+fails, then halved in between on a logarithmic scale. A run whose answers take longer than its requests took to arrive
+says nothing about its rate: at that rate the queue would keep growing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from common.core.errors import StartError
 
 UNLOADED_REQUESTS = 8
 FIRST_SHARE = 0.5
-"""Of one after the other's rate: where the search begins."""
+"""First rate of the search, as a share of the rate at which requests are served one after another."""
 MOST_RUNS = 16
 NEAR = 1.08
-"""Two rates of this ratio are near enough to interpolate between."""
+"""Two rates with a smaller ratio are close enough to interpolate between."""
 BORNE = 0.5
-"""Of a rate, what has to be answered per second of the run, its end included, for the run to tell anything good of the
-rate: where it is less, answers took longer than all requests took to come."""
+"""Requests answered per second of the whole run, as a share of the rate, that a run needs to show that the rate is
+sustained. Below it, answers took longer than all requests took to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a run at one rate gave: the share of its requests inside the objectives, and how many were ``answered`` per
-    second of the run."""
+    """One run: its rate, the share of its requests inside the objectives, and the requests ``answered`` per second of
+    the whole run."""
 
     rate: float
     attainment: float
@@ -51,14 +51,14 @@ class Point:
 
     @property
     def tells(self) -> bool:
-        """Whether the run lasted long enough to say that the rate is borne."""
+        """Whether the run lasted long enough to show that the rate is sustained."""
         return self.answered >= BORNE * self.rate
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """A rate in requests per second: that of the fastest good run if none failed (``at_least``), else one ``between``
-    two that were tried."""
+    """A rate in requests per second: that of the fastest good run if none failed (``at_least``), else interpolated
+    ``between`` two runs."""
 
     rate: float
     at_least: bool = False
@@ -69,8 +69,8 @@ class Goodput:
 
 
 def highest(curve: Sequence[Point], wanted: float) -> Goodput:
-    """Where the curve first falls below ``wanted``; 0 if even its lowest rate is below. What runs that were too short
-    have found good does not count."""
+    """Return where the curve first falls below ``wanted``; 0 if even its lowest rate is below. Good results of runs
+    that were too short do not count."""
     before: Point | None = None
     for point in sorted(_telling(curve, wanted), key=lambda each: each.rate):
         if point.attainment < wanted:
@@ -83,12 +83,13 @@ def highest(curve: Sequence[Point], wanted: float) -> Goodput:
 
 
 def _telling(curve: Sequence[Point], wanted: float) -> list[Point]:
-    """A curve without what runs that were too short have found good."""
+    """Return the curve without the good results of runs that were too short."""
     return [point for point in curve if point.tells or point.attainment < wanted]
 
 
 def next_rate(curve: Sequence[Point], wanted: float, first: float, near: float = NEAR) -> float | None:
-    """The rate to try next; None when the answer is known well enough: between two rates of the ratio ``near``."""
+    """Return the rate to try next, or None if the answer is known well enough: between two rates with a ratio of at
+    most ``near``."""
     telling = _telling(curve, wanted)
     good = [point.rate for point in telling if point.attainment >= wanted]
     bad = [point.rate for point in telling if point.attainment < wanted]
@@ -105,7 +106,7 @@ def next_rate(curve: Sequence[Point], wanted: float, first: float, near: float =
 
 
 def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
-    """A few requests one after another: what the server does when nothing else is going on."""
+    """Send a few requests one after another, to measure the server without load. Raises StartError if none succeeds."""
     asks = prepared.asks()[:UNLOADED_REQUESTS]
     run = run_now(
         prepared.target,
@@ -125,7 +126,7 @@ def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
 
 
 def wanted_objectives(text: str) -> tuple[Objective, ...]:
-    """``--goodput``, in ms or in multiples of the unloaded median. StartError if it is neither."""
+    """Parse ``--goodput``, in ms or in multiples of the unloaded median. Raises StartError if it is neither."""
     try:
         return parse_objectives(text)
     except ValueError as error:
@@ -133,7 +134,7 @@ def wanted_objectives(text: str) -> tuple[Objective, ...]:
 
 
 def measured_objectives(wanted: Sequence[Objective], alone: Summary) -> tuple[Objective, ...]:
-    """In ms, multiples taken of what ``alone`` found."""
+    """Return the objectives in ms; multiples refer to the medians of ``alone``."""
     medians = {metric: alone.spreads[metric].median for metric in ("ttft", "tpot", "e2el")}
     return tuple(each.absolute(medians) for each in wanted)
 
@@ -141,7 +142,7 @@ def measured_objectives(wanted: Sequence[Objective], alone: Summary) -> tuple[Ob
 def sweep(
     attempt: Callable[[float], Summary], wanted: float, first: float, rates: Sequence[float] = ()
 ) -> dict[float, Summary]:
-    """The runs at ``rates``, or at those that the search chooses, by rate."""
+    """Run at ``rates``, or at those that the search chooses; return the summaries by rate."""
     found: dict[float, Summary] = {}
     if rates:
         return {rate: attempt(rate) for rate in rates}
@@ -151,12 +152,12 @@ def sweep(
 
 
 def curve(found: dict[float, Summary]) -> list[Point]:
-    """The attainment of each run, by rate."""
+    """Return the attainment of each run, in the order of rates."""
     return [Point(rate, each.attainment or 0.0, each.request_rate) for rate, each in sorted(found.items())]
 
 
 def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, console: Console | None) -> Run:
-    """The ``run``-th run, at ``rate``."""
+    """Send the load at ``rate``; ``run`` numbers the runs."""
     asks = prepared.asks(run)
     return run_now(
         prepared.target,

@@ -1,11 +1,11 @@
 """``tandem bench kernels``: attention and linear layers beside their limits.
 
-Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
-second from memory of that size, with torch's path beside it on the same pool; then the linear layers, with whole and
-with int8 weights, as shares of the rate at which many rows are multiplied or weights are read, beside torch's, plain or
-packed by oneDNN, whichever is the faster. Blocks lie in random order, values are random. What is compared is timed in
-alternation. Figures are those of what a worker would use, and at the end stands where torch would have been faster.
-Of float32 weights that is one of two ways: as bfloat16, of which these are numbers in most checkpoints, or whole.
+Decode attention, for batches and contexts: bytes of KV per second, their share of what a plain loop reads per second
+from memory of that size, and torch's path on the same pool. Linear layers, with whole and with int8 weights: their
+share of the rate at which many rows are multiplied or weights are read, and the speed relative to torch's plain layers
+or oneDNN's packed ones, whichever are faster. Blocks lie in random order, values are random, and kernels that are
+compared run in alternation. The figures are of the kernels that a worker would use; the last line names those that are
+slower than torch. float32 weights are measured in two ways: kept as bfloat16, as most checkpoints have them, or whole.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ BLOCK = 16
 TORCH = ("torch", "onednn")
 """Ways that need no kernels of ours."""
 EQUAL = 0.98
-"""Nothing is called slower than torch for what one kernel differs by between two measurements."""
+"""Ratios above this do not count as slower than torch: two measurements of one kernel differ by as much."""
 _POOL_BYTES = 512 * MIB
 _LAYERS = 12
-"""Layers that are attended to in turn, as in a step; fewer where their KV would not fit in memory."""
+"""Layers that are attended to in turn, as in a step; fewer if their KV would not fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Attended:
-    """One decode step's attention, one layer: seconds by backend, a worker's first, and its share of the limit."""
+    """Attention of one layer in one decode step: seconds by backend, the worker's own first, and the limit."""
 
     batch: int
     context: int
@@ -92,7 +92,7 @@ class Attended:
 
 @contextmanager
 def filled_store(heads: Heads, dtype: KvDtype, layers: int, blocks: int) -> Iterator[KvStore]:
-    """A pool of ``blocks`` blocks with random keys and values."""
+    """Make a pool of ``blocks`` blocks with random keys and values."""
     store = KvStore(KvMemory(KvLayout((LayerLayout(heads.kv, heads.dim, heads.dim),) * layers, dtype, BLOCK), blocks))
     try:
         noise = torch.randn(blocks, BLOCK, heads.kv, heads.dim)
@@ -106,7 +106,7 @@ def filled_store(heads: Heads, dtype: KvDtype, layers: int, blocks: int) -> Iter
 
 @torch.inference_mode()
 def attend(heads: Heads, dtype: KvDtype, batch: int, context: int, read: Callable[[int], float]) -> Attended:
-    """Times all backends over the same random blocks."""
+    """Time all backends over the same random blocks. ``read`` gives the read rate for a number of bytes."""
     each = -(-context // BLOCK)
     layout = KvLayout((LayerLayout(heads.kv, heads.dim, heads.dim),), dtype, BLOCK)
     kv_bytes = batch * context * layout.token_bytes
@@ -126,19 +126,19 @@ def attend(heads: Heads, dtype: KvDtype, batch: int, context: int, read: Callabl
 
 
 def _step_s(backend: AttentionBackend, spans: list[Span], query: torch.Tensor, params: Params, layers: int) -> float:
-    """Seconds per layer; the plan is made once, as in a step."""
+    """Return the seconds per layer; the plan is made once, as in a step."""
     plan = backend.plan(spans)
     return best_s(lambda: [backend.attend(plan, layer, query, params) for layer in range(layers)], 2) / layers
 
 
 def served(found: Product) -> list[str]:
-    """The ways in which a worker computes linear layers, by its rule, the more usual one first: ours, if there are."""
+    """Return the ways in which a worker computes linear layers, the most usual first: our kernels if there are any."""
     ours = [way for way in reversed(found.seconds) if way not in TORCH]
     return ours or [next(reversed(found.seconds))]
 
 
 def torch_s(found: Product) -> float:
-    """Seconds without kernels of ours: torch's plain layers, or those that oneDNN has packed, whichever are faster."""
+    """Return the seconds without our kernels: torch's plain layers or oneDNN's packed ones, whichever are faster."""
     return min(seconds for way, seconds in found.seconds.items() if way in TORCH)
 
 
@@ -150,7 +150,7 @@ def _kind(layers: Product, way: str) -> str:
 
 @dataclass(frozen=True)
 class Judged:
-    """Linear layers in one of the ways of a worker: as a share of what limits them, and beside torch's."""
+    """Linear layers in one of a worker's ways: the share of their limit, and the speed relative to torch (``gain``)."""
 
     product: Product
     way: str
@@ -165,10 +165,11 @@ class Judged:
 
 
 def judge(found: Product, way: str, most: float, read: Callable[[int], float]) -> Judged:
-    """``most``: operations per second of many rows; ``read``: bytes per second of what is so large."""
+    """Compare one way with its limits: ``most`` operations per second for many rows, and the rate at which ``read``
+    gives the weights."""
     seconds = found.seconds[way]
     flops_per_s, bytes_per_s = found.rates(way)
-    reading = read(round(bytes_per_s * seconds))  # of what is as large as these weights
+    reading = read(round(bytes_per_s * seconds))  # the rate for memory as large as these weights
     multiplied, streamed = flops_per_s / most, bytes_per_s / reading
     limit = f"{most / 1e9:.0f} GFLOP/s" if multiplied > streamed else f"{reading / 1e9:.1f} GB/s"
     share = max(multiplied, streamed)
@@ -176,8 +177,8 @@ def judge(found: Product, way: str, most: float, read: Callable[[int], float]) -
 
 
 def most_flops(dtype: torch.dtype, products: list[Product]) -> tuple[float, float]:
-    """Operations per second at best, by what none of our kernels did: of whole numbers, and of float32 rows as the sum
-    of three of bfloat16, which tiles multiply."""
+    """Return the most operations per second without our kernels: of whole numbers, and of float32 rows as the sum of
+    three of bfloat16, which is what AMX tiles multiply."""
     rates = [found.rates(way)[0] for found in products for way in found.seconds if way in TORCH]
     most = max(square_rate(dtype), *rates)
     library = cpu.library()
@@ -270,7 +271,7 @@ def _measure_linear(layers: list[Shape], dtype: KvDtype, read: Read, say: Say) -
 
 
 def _sizes(option: str, given: str, count: int, what: str, example: str) -> list[int]:
-    """The ``count`` positive numbers of ``given``, between slashes."""
+    """Parse ``count`` positive numbers separated by slashes. Raises StartError if there are others."""
     try:
         sizes = [int(part) for part in given.split("/")]
     except ValueError:
@@ -282,8 +283,8 @@ def _sizes(option: str, given: str, count: int, what: str, example: str) -> list
 
 
 def run(config: BenchKernelsConfig) -> int:
-    """Prints each line of the tables as it comes; exit code 1 if anything is slower than torch's. StartError for shapes
-    that are none."""
+    """Print each line as it is measured; exit code 1 if a kernel is slower than torch. Raises StartError for shapes
+    that the kernels cannot take."""
     defaults = BenchKernelsConfig()
     what = "query heads, key-value heads and head size"
     heads = Heads(*_sizes("heads", config.heads, 3, what, defaults.heads))

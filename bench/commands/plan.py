@@ -1,11 +1,11 @@
-"""``tandem bench plan``: with which pools to serve a workload, for pools that are not there.
+"""``tandem bench plan``: with which pools to serve a workload, for pools that do not exist yet.
 
-The question of ``tandem bench compare``, answered by a simulation (:mod:`bench.simulate.world`) whose steps cost what
-steps of the real engine were measured to cost (:mod:`bench.simulate.cost`). Each worker has the cores of one measured
-worker, and by default lends them while it rests, as on one machine; so systems of as many workers stand on as many
-cores: the advice is given for each number of workers. One colocated worker over the cores of several, which shares
-every prompt over them, is not planned: ``compare`` measures that. ``--check`` puts what a ``compare`` has measured
-beside what the plan says of the same systems.
+Answers the question of ``tandem bench compare`` by a simulation (:mod:`bench.simulate.world`) whose steps cost what
+steps of the real engine cost when measured (:mod:`bench.simulate.cost`). Each worker has the cores of the measured
+worker and by default lends them while it is idle, as on one machine. Systems with the same number of workers therefore
+have the same number of cores, and the advice is given for each number of workers. One colocated worker on the cores of
+several, which shares every prompt over them, is not planned: ``compare`` measures it. ``--check`` compares the plan
+with what ``compare`` measured for the same systems.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from common.kv.budget import human_bytes
 from common.net.http_client import HttpClient
 
 SERVED = (4, 64, 128)
-"""Streams, their prompt tokens and those of their answers, of which turns are measured."""
+"""Streams, prompt tokens and answer tokens of the load by which a turn is measured."""
 CHECKED = {
     "inside": "slo_attainment",
     "ttft_p50": "median_ttft_ms",
@@ -48,13 +48,13 @@ CHECKED = {
     "itl_p99": "p99_itl_ms",
     "output": "output_throughput",
 }
-"""Figures that are held against measured ones, and their keys in a file of ``compare``."""
+"""Figures that are compared with measured ones, and their keys in a file of ``compare``."""
 ALIKE = ("block_size", "max_num_seqs", "max_num_batched_tokens", "lend_cores")
 """Options of workers that have the same default here and in ``tandem up``."""
 
 
 def run(config: BenchPlanConfig) -> int:
-    """Prints the planned figures and the advice; exit code 1 if the check is off by more than ``--tolerance``."""
+    """Print the planned figures and the advice; exit code 1 if the check is off by more than ``--tolerance``."""
     systems = [name.strip() for name in config.systems.split(",") if name.strip()]
     for name in systems:
         counts(name)
@@ -117,7 +117,7 @@ def run(config: BenchPlanConfig) -> int:
 def _round(
     config: BenchPlanConfig, number: int, tokenizer: FileTokenizer, longest: int
 ) -> tuple[list[Ask], list[float]]:
-    """What is asked in one round, and when: with the seed that it has in a measured comparison."""
+    """Return the requests of one round and their arrival times, with the seed that a measured comparison uses."""
     options = replace(config, seed=config.seed + number)
     asks, left_out = within(workload(options, tokenizer), config.num_prompts, longest)
     if not asks:
@@ -133,7 +133,7 @@ def planned(
     rounds: Iterable[tuple[list[Ask], list[float]]],
     objectives: Sequence[Objective],
 ) -> Outcome:
-    """The simulated rounds of one system."""
+    """Simulate the rounds of one system."""
     outcome = Outcome(system)
     for asks, due in rounds:
         run = World(cost, limits, *counts(system)).run(asks, due)
@@ -155,7 +155,7 @@ def _objectives(text: str) -> tuple[Objective, ...]:
 def _cost(
     config: BenchPlanConfig, checkpoint: Checkpoint, tokenizer: FileTokenizer
 ) -> tuple[CostModel, dict[str, Any]]:
-    """The costs and where they come from: from the file, if there is one already; else measured now, and kept in it."""
+    """Return the step costs and their origin: read from the file if it exists, else measured now and saved there."""
     console = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
@@ -173,7 +173,7 @@ def _cost(
     gap_s = served_gap_s(
         model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console
     )
-    cost = measure(model, config.threads, say)  # last: what it loads is in no system's way
+    cost = measure(model, config.threads, say)  # last, so that no system shares memory with the engine it loads
     streams, prompt, tokens = SERVED
     cost = replace(cost, turn=max(0.0, gap_s - cost.decode_s(streams, prompt + tokens / 2)))
     if config.cost:
@@ -182,7 +182,8 @@ def _cost(
 
 
 def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
-    """The median time between tokens of ``asks``, which a decode worker of a whole system answers together."""
+    """Measure the median time between tokens of ``asks``, which one decode worker of a whole system answers
+    together."""
     with running(model, "1p1d", ["--threads", str(threads)]) as url:
         target = Target(url, str(HttpClient(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})
         run = run_now(target, asks, [0.0] * len(asks), warm=asks[:1], console=console, title="streams")
@@ -193,24 +194,24 @@ def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console
 
 
 def _assumed(limits: Limits, systems: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What goes into a plan of these systems and was measured by nobody here: as it is saved, and in words."""
+    """Return the assumptions of the plan that were not measured here, for the saved file and in words."""
     pools = [counts(name) for name in systems]
     found: dict[str, Any] = {}
-    words = ["no time for the way to a server and back, some milliseconds before the first token"]
+    words = ["no network time, some milliseconds before the first token"]
     if any(prefill for prefill, _, _ in pools):
         found["link_bytes_per_s"] = limits.link_bytes_per_s
         words.append(f"{human_bytes(limits.link_bytes_per_s)} per second between two workers (--link-rate)")
     if limits.lend_cores and any(sum(each) > 1 for each in pools):
         worth = {LENT_TOKENS: HELP_WITH_FEW, MANY_TOKENS: HELP_WITH_MANY}
         found["resting_worker_is_worth"] = {f"from_{tokens}_tokens": share for tokens, share in worth.items()}
-        shares = " and ".join(f"{share:g} of one from {tokens} tokens on" for tokens, share in worth.items())
-        words.append(f"to a step, a worker that rests is worth {shares} (--no-lend-cores: none)")
+        shares = " and ".join(f"{share:g} of a worker from {tokens} tokens on" for tokens, share in worth.items())
+        words.append(f"an idle worker adds {shares} to a step (--no-lend-cores: none)")
     return found, words
 
 
 def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective], threads: int) -> list[str]:
-    """One for each number of workers for which there are systems of both kinds, and what it leaves out: a colocated
-    worker with the cores of all of them."""
+    """Return the advice for each number of workers for which there are systems of both kinds, and a note on what is not
+    planned: one colocated worker with the cores of all."""
     sizes = sorted({sum(counts(each.system)) for each in outcomes})
     lines = []
     for size in sizes:
@@ -227,8 +228,8 @@ def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective], thread
 
 
 def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> dict[str, Any]:
-    """By system, what a ``compare`` has saved there: looked at before minutes are spent on a plan. StartError if there
-    is nothing, if another load was measured, or none of ``systems``."""
+    """Read what ``compare`` saved there, by system, before minutes are spent on a plan. Raises StartError if it is no
+    such file, has another load, or has none of ``systems``."""
     todo = "give a file that tandem bench compare has saved"
     try:
         found = results.load(path)
@@ -248,14 +249,15 @@ def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> di
     mine = of_workers | as_load(config, config.model) | {"max_concurrency": None}
     if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
         why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
-        raise StartError(f"{path} is of another load", why, "plan with the flags that its command has")
+        raise StartError(f"{path} is of another load", why, "plan with the flags of its command")
     if not set(systems) & set(measured):
         raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
     return measured
 
 
 def _workers(flags: str) -> dict[str, Any]:
-    """What the flags of a measured ``tandem up`` said of its workers, as far as that is an option here."""
+    """Return the options of the measured workers that exist here too: from the flags of that ``tandem up``, else its
+    defaults."""
     parser = Parser(add_help=False)
     add_options(parser, UpConfig)
     given = vars(parser.parse_args(shlex.split(flags)))
@@ -269,7 +271,7 @@ def _workers(flags: str) -> dict[str, Any]:
 
 
 def _check(outcomes: Sequence[Outcome], measured: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Planned over measured figures (medians over the rounds), by system: of those that are in both."""
+    """Return planned over measured figures (medians over the rounds) of the systems that are in both."""
     found = {}
     for outcome in outcomes:
         if outcome.system in measured:

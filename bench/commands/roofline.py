@@ -1,9 +1,9 @@
-"""``tandem bench roofline``: what this machine can do at best, so that every other figure has its limit beside it.
+"""``tandem bench roofline``: what this machine can do at best, to show beside every other figure.
 
-Read bandwidth by the size of what is read, matrix products of a model's shapes, copies within a process and out of
-shared memory, a raw loopback socket, and links: KV that is handed from process to process (:mod:`bench.micro.wire`),
-beside the copy or the socket that it cannot do without. Every byte that is timed is random and is really read. Each
-limit is the best of several rounds: what the machine gives when nobody else has it.
+Measures read bandwidth by size, matrix products of a model's shapes, copies within a process and out of shared memory,
+a raw loopback socket, and links: KV handed from process to process (:mod:`bench.micro.wire`), beside the copy or the
+socket that it needs. Every timed byte is random and really read. A limit is the best of several rounds: what the
+machine gives when nothing else uses it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ MIB = 1 << 20
 READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROWS = (1, 4, 16, 64, 512, 1024)
 HALVES = "native, bfloat16 kept"
-"""A way of computing linear layers of float32: with weights of a checkpoint in bfloat16, kept so."""
+"""Name of a way to compute float32 linear layers: bfloat16 weights of a checkpoint are kept as bfloat16."""
 LINKS = (("shared memory", "shm", "shared memory"), ("ZeroMQ over TCP", "zmq", "loopback socket"))
-"""By name: ``--kv-transport``, and the copy that is its limit."""
+"""By name: the ``--kv-transport``, and the copy that limits it."""
 LINK_TOKENS = 1024
-"""Of 128 KiB of KV."""
+"""Tokens of a transfer, 128 KiB of KV each."""
 _COPY_BYTES, _SOCKET_BYTES = 256 * MIB, 512 * MIB
 _SQUARE = 2048
 _LEAST_S = 0.02
-"""A round repeats what it times until this long, so that the clock does not count."""
+"""A round repeats the work for at least this long, so that the clock's resolution does not matter."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ LLAMA_82M: Mapping[str, int] = {
     "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8192,
 }  # fmt: skip
-"""The shape that all goals for two cores are stated for."""
+"""Shape of the model for which the goals on two cores are stated."""
 
 
 def shapes(config: Mapping[str, Any]) -> list[Shape]:
-    """The merged linear layers of a decoder described by its ``config.json``."""
+    """Return the merged linear layers of the decoder that a ``config.json`` describes."""
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     dim = config.get("head_dim") or hidden // heads
     kv_heads, inner = config.get("num_key_value_heads") or heads, config["intermediate_size"]
@@ -83,7 +83,7 @@ def shapes(config: Mapping[str, Any]) -> list[Shape]:
 
 
 def best_s(work: Callable[[], object], rounds: int = 5) -> float:
-    """Seconds of one ``work()``, in the fastest of ``rounds`` rounds of at least some milliseconds each."""
+    """Return the seconds of one ``work()``, in the fastest of ``rounds`` rounds of at least ``_LEAST_S`` each."""
     work()
     started = time.perf_counter()
     work()
@@ -98,7 +98,7 @@ def best_s(work: Callable[[], object], rounds: int = 5) -> float:
 
 
 def random_words(count_bytes: int) -> torch.Tensor:
-    """``count_bytes`` random bytes as int64 words, touched."""
+    """Return ``count_bytes`` random bytes as int64 words, already touched."""
     return torch.from_numpy(np.random.default_rng(0).integers(-(2**62), 2**62, count_bytes // 8))
 
 
@@ -106,7 +106,7 @@ def random_words(count_bytes: int) -> torch.Tensor:
 
 
 def reads(sizes: Sequence[int]) -> dict[int, Callable[[], object]]:
-    """What reads so many MiB, all threads together."""
+    """Return, by size in MiB, a function that reads so much memory with all threads together."""
     words, library, threads = random_words(max(sizes) * MIB), cpu.library(), torch.get_num_threads()
 
     def read(part: torch.Tensor) -> Callable[[], object]:
@@ -118,24 +118,25 @@ def reads(sizes: Sequence[int]) -> dict[int, Callable[[], object]]:
 
 
 def read_rates(sizes: Sequence[int] = ()) -> dict[int, float]:
-    """Bytes per second of reading, by size in MiB (``READ_MIB``)."""
+    """Measure the bytes per second of reading, by size in MiB (default ``READ_MIB``)."""
     return {mib: mib * MIB / best_s(read) for mib, read in reads(sizes or READ_MIB).items()}
 
 
 def rate_of(rates: Mapping[int, float], size_bytes: float) -> float:
-    """Of read ``rates`` by MiB that of the smallest size which holds ``size_bytes``."""
+    """Return the read rate of the smallest measured size that holds ``size_bytes``."""
     return rates[min((mib for mib in rates if mib * MIB >= size_bytes), default=max(rates))]
 
 
 def copy_rate() -> float:
-    """Bytes per second of a copy within the process; each byte is read once and written once, and counted once."""
+    """Measure the bytes per second of a copy within the process. Each byte is read and written once, and counted
+    once."""
     source = random_words(_COPY_BYTES)
     target = source.clone()
     return _COPY_BYTES / best_s(lambda: target.copy_(source))
 
 
 def shared_copy_rate() -> float:
-    """Bytes per second of a copy out of memory that another process could share, mapped a second time, read-only."""
+    """Measure the bytes per second of a copy out of shared memory, from a second, read-only mapping."""
     descriptor = os.memfd_create("roofline", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, _COPY_BYTES)
@@ -156,7 +157,7 @@ def _mapped_copy_rate(written: mmap.mmap, seen: mmap.mmap) -> float:
 
 
 def socket_rate() -> float:
-    """Bytes per second over a TCP connection on loopback, sender and receiver a thread each."""
+    """Measure the bytes per second of a TCP connection on loopback; sender and receiver have a thread each."""
     data = memoryview(random_words(4 * MIB).numpy().tobytes())
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
@@ -184,7 +185,8 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def ways(dtype: torch.dtype, rows: int, int8: bool = False) -> dict[str, Callable[[torch.Tensor], Layer]]:
-    """How a linear layer can be computed here: by name, a weight to a function of its rows. ``int8``: quantised."""
+    """Return how a linear layer can be computed here: by name, a function that turns a weight into a function of rows.
+    ``int8``: the weight is quantized."""
     if int8:
         kept: dict[str, Callable[[torch.Tensor], Layer]] = {"torch": lambda weight: Int8Linear(weight, None)}
         if native_pays(dtype, int8=True):
@@ -201,7 +203,7 @@ def ways(dtype: torch.dtype, rows: int, int8: bool = False) -> dict[str, Callabl
 
 
 def weight_bytes(way: str, dtype: torch.dtype, int8: bool = False) -> int:
-    """Bytes of a weight in that way of computing with ``dtype``."""
+    """Return the bytes of one weight element if computed in that way with ``dtype``."""
     if int8:
         return 1
     return 2 if way == HALVES else dtype.itemsize
@@ -209,19 +211,20 @@ def weight_bytes(way: str, dtype: torch.dtype, int8: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Product:
-    """The model's linear layers for ``rows`` rows, each as often as it has it: the fastest way, and all of them."""
+    """The model's linear layers for ``rows`` rows, each as often as the model has it: the fastest way, and the seconds
+    of all."""
 
     dtype: str
     rows: int
     flops_per_s: float
     bytes_per_s: float
-    """Of the weights, as that way keeps them."""
+    """Bytes of the weights per second, in the number format of that way."""
     way: str
     seconds: dict[str, float]
     int8: bool = False
 
     def rates(self, way: str) -> tuple[float, float]:
-        """Operations, and bytes of weights, per second in that ``way``."""
+        """Return the operations and the bytes of weights per second of the given ``way``."""
         flops_per_s = self.flops_per_s * self.seconds[self.way] / self.seconds[way]
         return flops_per_s, flops_per_s / (2 * self.rows) * weight_bytes(way, getattr(torch, self.dtype), self.int8)
 
@@ -229,8 +232,8 @@ class Product:
 def passes(
     layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = False
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each way's name, and a pass of ``rows`` rows through all of them behind one another, as a step does it, so that
-    weights come from where a step finds them: ours in large pages. One way's weights are made when it is asked for."""
+    """Yield each way's name and a pass of ``rows`` rows through all layers, one after another, so that weights come
+    from where a step finds them (ours are in large pages). The weights of a way are made when it is requested."""
     inputs = {shape.inputs: torch.randn(rows, shape.inputs).to(dtype) for shape in layers}
     weights = [
         (torch.randn(shape.outputs, shape.inputs).mul_(0.05).to(dtype), shape)
@@ -246,12 +249,12 @@ def passes(
 
 @torch.inference_mode()
 def product(layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = False) -> Product:
-    """Times each way's pass, twice in turn."""
+    """Time the pass of each way, twice in turn."""
     seconds: dict[str, float] = {}
     for _ in range(2):
         for name, run in passes(layers, dtype, rows, int8):
             seconds[name] = min(best_s(run, 3), seconds.get(name, math.inf))
-            del run  # and its weights, before the next way's are made
+            del run  # frees its weights before those of the next way are made
     elements = sum(layer.outputs * layer.inputs * layer.count for layer in layers)
     way = min(seconds, key=seconds.__getitem__)
     return Product(
@@ -267,7 +270,7 @@ def product(layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = Fal
 
 @torch.inference_mode()
 def square_rate(dtype: torch.dtype) -> float:
-    """Operations per second of torch's product of two large square matrices."""
+    """Measure the operations per second of torch's product of two large square matrices."""
     left, right = (torch.randn(_SQUARE, _SQUARE).to(dtype) for _ in range(2))
     return 2 * _SQUARE**3 / best_s(lambda: left @ right)
 
@@ -277,7 +280,8 @@ def square_rate(dtype: torch.dtype) -> float:
 
 @contextmanager
 def on_threads(threads: int) -> Iterator[None]:
-    """StartError if there are not as many cores: threads that take turns measure no limit."""
+    """Run the block with that many torch threads. Raises StartError if there are not as many cores: threads that take
+    turns measure no limit."""
     if threads > (cores := len(os.sched_getaffinity(0))):
         why = f"this process may use {cores} core{'s' if cores > 1 else ''}"
         raise StartError(f"--threads cannot be {threads}", why, "give at most as many")
@@ -290,7 +294,7 @@ def on_threads(threads: int) -> Iterator[None]:
 
 
 def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """All limits on ``threads`` threads; ``say`` takes each line of the table as it comes."""
+    """Measure all limits on ``threads`` threads; ``say`` takes each line of the table as it is measured."""
     with on_threads(threads):
         say(f"{device.cpu_name()}, {threads} of {len(os.sched_getaffinity(0))} cores")
         reads = read_rates()
@@ -299,7 +303,7 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
         copies = {"memcpy": copy_rate(), "shared memory": shared_copy_rate(), "loopback socket": socket_rate()}
         reading = rate_of(reads, _COPY_BYTES)
         say(f"{'memcpy':<28} {copies['memcpy'] / 1e9:8.1f} GB/s  {copies['memcpy'] / reading:4.0%} of what is read")
-        for name in ("shared memory", "loopback socket"):  # of one thread, however many there are
+        for name in ("shared memory", "loopback socket"):  # these use one thread
             say(f"{name:<28} {copies[name] / 1e9:8.1f} GB/s  {copies[name] / copies['memcpy']:4.0%} of memcpy")
         links = {}
         for name, transport, limit in LINKS:
@@ -309,7 +313,7 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
         products = []
         for dtype in (torch.bfloat16, torch.float32):
             square, measured = square_rate(dtype), [product(layers, dtype, rows) for rows in ROWS]
-            most = max(square, *(found.flops_per_s for found in measured))  # the square need not be the fastest
+            most = max(square, *(found.flops_per_s for found in measured))  # the square product need not be the fastest
             say(
                 f"product  {str(dtype).removeprefix('torch.'):<9}    square {square / 1e9:8.0f} GFLOP/s"
                 f"  {most / 1e9:.0f} at best, of these and of the layers"
@@ -338,7 +342,7 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
 
 
 def run(config: BenchRooflineConfig) -> int:
-    """Prints each figure as it comes."""
+    """Print each figure as it is measured."""
     checkpoint = open_checkpoint(config.model or str(builtin.path()))
     neighbours.note(Console(stderr=True, highlight=False))
     figures = measure(shapes(checkpoint.text_config), config.threads, lambda line: print(line, flush=True))

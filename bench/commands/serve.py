@@ -1,4 +1,5 @@
-"""``tandem bench serve``: one run of load against any OpenAI-compatible server, told as ``vllm bench serve`` does."""
+"""``tandem bench serve``: one run of load against any OpenAI-compatible server, reported as ``vllm bench serve``
+does."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from common.config.bench.serve import BenchServeConfig
 from common.core.errors import StartError
 
 CACHED = 0.02
-"""A share of prompt tokens that is worth a word."""
+"""Smallest share of cached prompt tokens that is worth a note."""
 SHOWN_ERRORS = 5
 
 
 def run(config: BenchServeConfig) -> int:
-    """Prints the figures; exit code 1 if no request succeeded."""
+    """Print the figures; exit code 1 if no request succeeded."""
     objectives = absolute_objectives(config.goodput)
     metrics, ramp = _metrics(config.percentile_metrics), _ramp(config)
     console = Console(stderr=True, highlight=False)
@@ -49,7 +50,7 @@ def run(config: BenchServeConfig) -> int:
     if config.save:
         figures = {
             **(config.metadata or {}),
-            "endpoint_type": config.backend,  # as it was called once
+            "endpoint_type": config.backend,  # the name in older files of vllm bench serve
             "backend": config.backend,
             "label": config.label,
             "model_id": prepared.target.model,
@@ -74,7 +75,7 @@ def run(config: BenchServeConfig) -> int:
 
 
 def absolute_objectives(text: str | None) -> tuple[Objective, ...]:
-    """``--goodput`` in ms; StartError if it is anything else."""
+    """Parse ``--goodput`` in ms. Raises StartError for anything else."""
     try:
         found = parse_objectives(text) if text else ()
     except ValueError as error:
@@ -86,9 +87,9 @@ def absolute_objectives(text: str | None) -> tuple[Objective, ...]:
 
 
 def show_remarks(console: Console, records: list[Record]) -> None:
-    """What makes figures other than they look: why requests failed, each reason once, the most frequent ones first; how
-    many were sent twice; and how much of the prompts the server need not compute, which also happens where a seed is
-    used for a second time."""
+    """Print what the figures do not show: why requests failed (each reason once, most frequent first), how many
+    were sent twice, and how many prompt tokens came from the server's prefix cache, which also happens if a seed is
+    reused."""
     cached = sum(record.cached_tokens for record in records) / max(1, sum(record.prompt_tokens for record in records))
     if cached >= CACHED:
         console.print(f"note: {cached:.0%} of prompt tokens came from the server's prefix cache", markup=False)
@@ -120,7 +121,7 @@ def _ramp(config: BenchServeConfig) -> Ramp | None:
 
 
 def ramp_as_json(ramp: Ramp, run: Run) -> dict[str, Any]:
-    """How the rate grew, and when it came to each whole number of requests per second."""
+    """Return how the rate grew, and when it reached each whole number of requests per second."""
     to_date = time.time() - time.perf_counter()
     reached = int(ramp.start)
     events = [(ramp.start, run.began_at)]

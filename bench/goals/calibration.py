@@ -24,16 +24,16 @@ from common.core.errors import StartError
 BATCH, CONTEXT = 16, 512
 PROMPTS = (1024, 4096)
 PRODUCT_ROWS = 1024
-"""Of the products that give a core's limit."""
+"""Rows of the matrix products that give a core's limit."""
 CHUNK = 512
-"""Prompt tokens of a step, as a worker on a CPU has them by default."""
+"""Prompt tokens of a step: the default of a worker on a CPU."""
 STEPS, STEPS_OF_PRODUCT, TURNS = 15, 3, 128
 T = TypeVar("T")
 
 
 class Decoded(NamedTuple):
-    """A round of decode steps, in turn with what limits them, all medians: seconds by batch, bytes per second read from
-    memory of a step's size, and floating-point operations per second of products of the model's shapes with many
+    """Medians of a round of decode steps, in alternation with their limits: seconds by batch, bytes per second read
+    from memory of a step's size, and floating-point operations per second of products of the model's shapes with many
     rows."""
 
     seconds: dict[int, float]
@@ -42,8 +42,8 @@ class Decoded(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """A round of prompts of one length: the fastest, and the products of the model's shapes in a second, the most just
-    before and just after, on average."""
+    """A round of prompts of one length: seconds of the fastest, and the operations per second of products of the
+    model's shapes, averaged over just before and just after."""
 
     seconds: float
     flops_per_s: float
@@ -51,50 +51,50 @@ class Prefilled(NamedTuple):
 
 @dataclass
 class Calibration:
-    """What a core did, by round."""
+    """What one core did, by round."""
 
     weight_bytes: int
-    """That a decode step reads, as the engine keeps them."""
+    """Bytes of weights that a decode step reads, in the engine's format."""
     kv_bytes: int
-    """Of one token."""
+    """Bytes of KV of one token."""
     layer_weights: int
-    """Elements of all linear layers without the last."""
+    """Elements of all linear layers except the output head."""
     head_weights: int
     last_weights: int
-    """Of the last layer, behind its attention: there nobody needs more of a prompt than its last row."""
+    """Elements of the last layer behind its attention: only the last row of a prompt needs them."""
     attention_width: int
     """Layers times heads times head size."""
     decode: list[Decoded]
     """By round, at ``CONTEXT``."""
     prefill: dict[int, list[Prefilled]]
-    """By prompt tokens."""
+    """By prompt tokens, then by round."""
     turns: list[list[Turn]] = field(default_factory=list)
-    """Of a worker's loop with ``BATCH`` streams around ``CONTEXT``, by round."""
+    """Turns of a worker's loop with ``BATCH`` streams around ``CONTEXT``, by round."""
     kernels: float = 0.0
-    """Linear layers and attention alone, in such a step."""
+    """Seconds of the linear layers and the attention of such a step on their own."""
 
     def step_bytes(self, batch: int) -> int:
-        """Bytes that a decode step cannot do without: all weights once, the KV of every sequence."""
+        """Bytes that a decode step must read: all weights once, and the KV of every sequence."""
         return self.weight_bytes + batch * CONTEXT * self.kv_bytes
 
     def reading_s(self, batch: int, limits: Decoded) -> float:
-        """The least that a decode step takes for what it reads."""
+        """The least seconds of a decode step for what it reads."""
         return self.step_bytes(batch) / limits.bytes_per_s
 
     def multiplying_s(self, batch: int, limits: Decoded) -> float:
-        """The same for what it multiplies."""
+        """The least seconds of a decode step for what it multiplies."""
         return 2 * batch * (self.layer_weights + self.head_weights) / limits.flops_per_s
 
     def prefill_flops(self, tokens: int) -> float:
-        """Operations that a prompt cannot do without: its rows through all layers, causal attention, and only its last
-        row through what stands behind the last attention."""
+        """Operations that a prompt needs: all rows through all layers, causal attention, and only the last row through
+        what follows the last attention."""
         attention = 2 * self.attention_width * tokens**2
         every_row, last_row = self.layer_weights - self.last_weights, self.last_weights + self.head_weights
         return 2 * every_row * tokens + attention + 2 * last_row
 
 
 def in_child(work: Callable[..., T], *given: Any) -> T:
-    """``work(*given)`` in a fresh process: its affinity, threads and memory are its own."""
+    """Return ``work(*given)``, computed in a fresh process with its own affinity, threads and memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *given).result()
 
@@ -233,7 +233,8 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def _watched(engine: Any) -> list[float]:
-    """Seconds of every pass of ``engine``'s rows through its model from now on: in C, all that is not Python."""
+    """Return a list that receives the seconds of every pass of ``engine`` through its model from now on: the part of a
+    turn that runs in C."""
     found: list[float] = []
 
     def timed(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""The checkpoint that goals are stated for: a Llama of 82 million parameters with random weights, made here.
+"""The checkpoint that the goals are stated for: a Llama of 82 million parameters with random weights, made here.
 
-Speed does not depend on what weights say, but on their shape and type, and all systems must be able to read it: so it
-is a Hugging Face folder in bfloat16, with a byte-level tokenizer trained on Python's own library.
+Speed depends on the shape and the type of the weights, not on their values. All systems must be able to read the
+checkpoint, so it is a Hugging Face folder in bfloat16, with a byte-level tokenizer trained on Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 SEED, VOCABULARY, POSITIONS = 0, 8192, 8192
 HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE = 768, 12, 12, 4, 2048
 SPREAD = 0.05
-"""Standard deviation of the weights: logits differ enough that answers are no single word."""
+"""Standard deviation of the weights, large enough that an answer is not one token repeated."""
 _SPECIALS = ("<|begin|>", "<|end|>")
 
 
 def make(folder: Path) -> Path:
-    """``folder``, written if it is not there."""
+    """Return ``folder``, written if it does not exist."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch

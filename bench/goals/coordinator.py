@@ -1,11 +1,11 @@
 """C6: what the coordinator costs, between a client and workers that compute nothing (:mod:`bench.goals.mocks`).
 
-A prompt takes those workers no time and a step of decode ``STEP_S``. So a request's time to the first token is what
-HTTP, checking (a prompt is ids, as a load generator sends it), placing, messages and the client itself take. What of it
-the coordinator adds is told by a bare HTTP server in the same run: it gets the same requests from the same client at
-the same moments, and says the same bytes, without looking at anything. The difference, request by request, is the
-coordinator's, its messages to workers and back included. CPU time of the coordinator's process alone gives the tokens
-that one core of it could pass on.
+Those workers take no time for a prompt and ``STEP_S`` for a decode step. The time to the first token is therefore that
+of HTTP, validation (a prompt is token ids, as from a load generator), placement, messages and the client itself. A bare
+HTTP server in the same run shows what part the coordinator adds: it gets the same requests from the same client at the
+same times, and sends the same bytes without looking at anything. The difference, request by request, is the
+coordinator's, including its messages to the workers and back. The CPU time of the coordinator's process gives the
+tokens that one core of it could pass on.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _coordinate(model: str, pipe: Connection) -> None:
 
 
 @dataclass(frozen=True)
-class House:
-    """A serving coordinator: how it is asked, and its process; and how the bare server is asked."""
+class Served:
+    """A serving coordinator and the bare server: where to send requests, and the coordinator's process id."""
 
     target: Target
     pid: int
@@ -62,7 +62,7 @@ class House:
 
 
 class Children:
-    """Processes of their own, killed at the end."""
+    """Child processes that are killed at the end."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -74,8 +74,9 @@ class Children:
         self.processes.append(process)
         return process
 
-    def told(self, function: Callable[..., None], *arguments: object) -> Any:
-        """What a process says first, through a pipe that is its last argument. StartError if it ends without."""
+    def start_and_receive(self, function: Callable[..., None], *arguments: object) -> Any:
+        """Start a process and return the first object that it sends through the pipe that is its last argument. Raises
+        StartError if it ends without one."""
         mine, theirs = self._context.Pipe(duplex=False)
         with mine:
             self.start(function, *arguments, theirs)
@@ -83,7 +84,9 @@ class Children:
             try:
                 return mine.recv()
             except EOFError as error:
-                raise StartError(f"{function.__name__} did not start", "see above", "try tandem coordinator") from error
+                raise StartError(
+                    f"{function.__name__} did not start", "see its output above", "try tandem coordinator"
+                ) from error
 
     def end(self) -> None:
         for child in self.processes:
@@ -94,11 +97,11 @@ class Children:
 
 
 @contextmanager
-def house(field: Field) -> Iterator[House]:
-    """A coordinator, its workers and the bare server in processes of their own."""
+def serving(field: Field) -> Iterator[Served]:
+    """Run a coordinator, its workers and the bare server in processes of their own."""
     model, children = str(field.model), Children()
     try:
-        url, address = children.told(_coordinate, model)
+        url, address = children.start_and_receive(_coordinate, model)
         pid = children.processes[0].pid
         assert pid is not None
         for role in ("prefill", "decode"):
@@ -107,8 +110,8 @@ def house(field: Field) -> Iterator[House]:
         name = str(HttpClient(url).served(None)["id"])
         extra = {"ignore_eos": True, "temperature": 0, "return_metrics": True}
         target = Target(url, name, timeout_s=ANSWER_S, extra=extra)
-        events = uvloop.run(said(target, target.body(field.asks(1, INPUT, OUTPUT)[0])))
-        yield House(target, pid, replace(target, url=children.told(mocks.replay, events, STEP_S)))
+        events = uvloop.run(events_of(target, target.body(field.asks(1, INPUT, OUTPUT)[0])))
+        yield Served(target, pid, replace(target, url=children.start_and_receive(mocks.replay, events, STEP_S)))
     finally:
         children.end()
 
@@ -117,18 +120,19 @@ def _wait_until_ready(url: str, children: Sequence[BaseProcess]) -> None:
     deadline = time.monotonic() + READY_S
     while not is_ready(url, "/ready"):
         if time.monotonic() > deadline or not all(child.is_alive() for child in children):
-            raise StartError("the coordinator serves nobody", "its workers did not join", "see above")
+            raise StartError("the coordinator is not ready", "its workers did not join", "see its output above")
         time.sleep(0.05)
 
 
-async def said(target: Target, body: bytes) -> list[bytes]:
-    """The server-sent events of one answer, as they are."""
+async def events_of(target: Target, body: bytes) -> list[bytes]:
+    """Return the server-sent events of one answer, byte for byte."""
     async with target.session() as session, session.post(target.url + PATHS[target.backend], data=body) as response:
         return [event + b"\n\n" for event in (await response.read()).split(b"\n\n") if event]
 
 
 def added_ms(through: Sequence[Record], bare: Sequence[Record]) -> list[float]:
-    """By how much each request's time to the first token is more than that of the same with the bare server."""
+    """Return by how much each request's time to the first token exceeds that of the same request to the bare server, in
+    ms."""
     return [1000 * (ours.ttft - theirs.ttft) for ours, theirs in zip(through, bare, strict=True)]
 
 
@@ -137,14 +141,14 @@ def _percentile_ms(records: Sequence[Record], percent: float) -> float:
 
 
 def c6(field: Field) -> list[Row]:
-    """Added time to the first token at a moderate rate, and tokens per second of the coordinator's CPU time."""
+    """Time to the first token that the coordinator adds at a moderate rate, and tokens per second of its CPU time."""
     field.open()
     effort = field.effort
-    send = partial(run_now, at_once=False)  # a client elsewhere does not interrupt what writes to it
+    send = partial(run_now, at_once=False)  # as a client on another machine, which does not preempt the server
     rates: list[float] = []
     added: dict[float, list[float]] = {50: [], 99: []}
     seen: dict[float, list[tuple[float, float]]] = {50: [], 99: []}
-    with house(field) as served:
+    with serving(field) as served:
         for target in (served.target, served.bare):
             send(target, field.asks(8, INPUT, OUTPUT), [0.0] * 8, console=field.console, title="warming up")
         for number in range(effort.rounds):
@@ -165,7 +169,7 @@ def c6(field: Field) -> list[Row]:
     what = "time to first token added by the coordinator"
     paced = f"{INPUT:,}-token prompts at {RATE:g} req/s"
     whole_ms = {
-        percent: f"in all {statistics.median(ours for ours, _ in each):.2f} ms, "
+        percent: f"total {statistics.median(ours for ours, _ in each):.2f} ms, "
         f"with the bare server {statistics.median(theirs for _, theirs in each):.2f}"
         for percent, each in seen.items()
     }

@@ -16,7 +16,7 @@ from bench.goals.figures import Row, Target, against, by_round
 
 
 def calibration(field: Field) -> Calibration:
-    """Measured once for all goals, with no server running beside it."""
+    """Return the calibration, measured once for all goals while no server is running."""
 
     def make() -> Calibration:
         field.open()
@@ -31,14 +31,14 @@ def calibration(field: Field) -> Calibration:
 
 
 def gap_s(field: Field, system: System, batch: int) -> float:
-    """The median time between tokens of ``batch`` streams whose mean context is ``CONTEXT``."""
+    """Measure the median time between tokens of ``batch`` streams with a mean context of ``CONTEXT``."""
     tokens = field.effort.streamed_tokens
     run = field.run(system, field.asks(batch, CONTEXT - tokens // 2, tokens), what=f"{batch} streams")
     return statistics.median(gap for record in good(run) for gap in record.itls)
 
 
 def gaps(field: Field, batch: int) -> dict[System, list[float]]:
-    """The same of both systems on one core, by round."""
+    """Measure that of both systems on one core, by round, once for all goals."""
 
     def make() -> dict[System, list[float]]:
         systems = field.open(OURS_ONE_CORE, VLLM_ONE_CORE)
@@ -49,12 +49,12 @@ def gaps(field: Field, batch: int) -> dict[System, list[float]]:
 
 
 def c1(field: Field) -> list[Row]:
-    """Decode of one stream is bound by how fast weights are read."""
+    """Decode of one stream is bound by how fast the weights are read."""
     return [_decode(field, "C1", 1, Target("share", 0.85, 0.75), Target("ratio", 1.15))]
 
 
 def c2(field: Field) -> list[Row]:
-    """So is that of 16, with their KV."""
+    """Decode of 16 streams is bound by reading the weights and their KV."""
     return [_decode(field, "C2", BATCH, Target("share", 0.80, 0.65), Target("ratio", 1.2))]
 
 
@@ -129,15 +129,15 @@ def _in_ms(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_token_s(field: Field, system: System, tokens: int) -> float:
-    """The median time to the first token of prompts that come one after another."""
+    """Measure the median time to the first token of prompts sent one after another."""
     asks = field.asks(field.effort.singles, tokens, 2)
     run = field.run(system, asks, concurrency=1, what=f"prompts of {tokens} tokens")
     return statistics.median(record.ttft for record in good(run))
 
 
 def c7(field: Field) -> list[Row]:
-    """What of a worker's turn in decode is not the model's kernels, all of them: planning, sampling, messages, and what
-    lies between turns."""
+    """The share of a worker's decode turn outside the model's kernels: planning, sampling, messages, and the time
+    between turns."""
     core = calibration(field)
     overheads = [statistics.median(1 - turn.model / turn.seconds for turn in each) for each in core.turns]
     turns = [turn for each in core.turns for turn in each]

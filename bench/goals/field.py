@@ -1,8 +1,8 @@
-"""The systems that goals compare, and the loads they get.
+"""The systems that the goals compare, and the loads they get.
 
-A system is started when a goal first asks for it and stays for the goals after it as long as these want it too: the
-peer takes minutes to start. While one is measured ours are idle, 0.01 of a core each, and vLLM's are halted: idle it
-burns 0.06 of a core, and as 1P1D, whose workers poll, all of both.
+A system is started when a goal first needs it and keeps running for the goals after it that need it too, because the
+peer takes minutes to start. While another system is measured, Tandem's servers are idle (0.01 of a core each) and
+vLLM's are stopped: idle, vLLM uses 0.06 of a core, and as 1P1D, whose workers poll, all of both.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from common.net.http_client import HttpClient
 
 MAX_MODEL_LEN = 8192
 PLACES, KV_GIB = 128, 2
-"""Streams at a time and KV of a system: each of two colocated workers has half (a pair's prefill worker has as much for
-prompts that are not handed off yet). It is the KV of so many sequences of more than 1,300 tokens of an 82 M-parameter
-model."""
+"""Streams at a time and KV memory of a system; each of two colocated workers has half. A pair's prefill worker has as
+much again for prompts that are not handed off yet. The memory holds that many sequences of more than 1,300 tokens of an
+82 M-parameter model."""
 INPUT, OUTPUT = 1024, 32
-"""Prompt and output tokens of a request where a goal does not say otherwise."""
+"""Prompt and output tokens of a request unless a goal says otherwise."""
 _IDS_SEED = 1 << 16
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class System:
-    """A kind of server: pools of ``tandem up`` (``1p1d``, ``2c``), or ``vllm`` and ``vllm-1p1d``. ``cores`` is on how
-    many of the cores it computes (0: all), ``budget`` the tokens of a step where that is not its default."""
+    """A kind of server: pools of ``tandem up`` (``1p1d``, ``2c``), or ``vllm`` and ``vllm-1p1d``. ``cores`` is the
+    number of cores it computes on (0: all), ``budget`` its tokens per step if not the default."""
 
     kind: str
     cores: int = 0
@@ -68,17 +68,24 @@ Rates = dict[System, list[float]]
 
 
 def best(found: Mapping[System, Sequence[float]], among: Sequence[System]) -> System:
-    """The system with the highest median."""
+    """Return the system with the highest median."""
     return max(among, key=lambda system: statistics.median(found[system]))
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``rounds`` with every system in turn, ``hand_offs`` requests of each of two in turn (for
-    what differs by less than rounds do), ``singles`` requests one after another, ``requests`` that are sent all at once
-    (``balanced``: of a load whose beginning and end use one of two pools only, at least, and as many as would be done
-    in ``balanced_s`` if nothing were ever idle), ``paced`` ones at each rate of a search (fewer at low ones, and as
-    many as come in ``paced_s`` at high ones), streams that last ``seconds`` at the pace that they begin with."""
+    """How much is measured.
+
+    rounds           rounds, each with every system in turn
+    hand_offs        requests of each of two systems in turn, for differences smaller than those between rounds
+    singles          requests one after another
+    requests         requests that are sent all at once
+    balanced         the same for a load with equal work for both pools: at least so many, and as many as would take
+                     ``balanced_s`` if nothing were ever idle
+    paced            requests at each rate of a search: fewer at low rates, those of ``paced_s`` at high ones
+    seconds          duration of streams at the pace with which they begin
+    streamed_tokens  tokens of a stream
+    """
 
     rounds: int = 3
     hand_offs: int = 90
@@ -97,7 +104,7 @@ QUICK = Effort(
     rounds=1, hand_offs=2, singles=2, requests=6, balanced=8, balanced_s=0.0, paced=4, paced_s=0.0, seconds=3.0,
     streamed_tokens=32,
 )  # fmt: skip
-"""To see that everything works; its figures mean nothing."""
+"""To check that everything runs; its figures mean nothing."""
 
 
 @dataclass
@@ -114,18 +121,19 @@ class Field:
     _ids: list[int] = field(default_factory=list)
     _seed: int = _IDS_SEED
     remembered: dict[str, Any] = field(default_factory=dict)
-    """What several goals need and one of them has measured."""
+    """Measurements that several goals need, by name."""
     broken: dict[System, str] = field(default_factory=dict)
-    """Peers that do not start here or end in the middle, and why: they are not tried again, and ours are measured
-    without them."""
+    """Peers that did not start or ended in the middle, and why. They are not tried again; Tandem is measured without
+    them."""
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
-    """What there is to be drawn of all that was measured, by name: each into a file."""
+    """What can be drawn of the measurements, by name: functions that draw into a file."""
 
     # -- systems ------------------------------------------------------------------------------------------------------
 
     def open(self, *wanted: System) -> list[System]:
-        """Stops all others and starts those of ``wanted`` that do not run; without ``peers`` no peer. Those that run
-        then, in the order in which they are to be measured. StartError if one of ours does not start."""
+        """Stop all other systems, start those of ``wanted`` that do not run (no peers without ``peers``), and return
+        the running ones in the order in which they are to be measured. Raises StartError if one of Tandem's does not
+        start."""
         able = [system for system in wanted if self.peers or not system.is_peer]
         for system in [each for each in self._running if each not in able]:
             self._running.pop(system)[0].close()
@@ -136,7 +144,8 @@ class Field:
         return [system for system in able if system in self._running]
 
     def tried(self, system: System, once: Callable[[System], T]) -> T | None:
-        """What ``once`` finds of the system; None if a peer fails it with StartError, which is then left out."""
+        """Return what ``once`` finds of the system. A peer that fails with StartError is left out, and the result is
+        None."""
         try:
             return once(system)
         except StartError as error:
@@ -164,7 +173,7 @@ class Field:
             self._running[system] = (stack.pop_all(), target)
 
     def start(self, system: System) -> AbstractContextManager[str | vllm.Peer]:
-        """The URL of a ready server of this kind, or the peer, for a block."""
+        """Run a server of this kind for a block: its URL, or the peer."""
         cores = self.cores[: system.cores] if system.cores else self.cores
         budget = ["--max-num-batched-tokens", str(system.budget)] if system.budget else []
         sharing = 1 if system.is_peer else max(counts(system.kind)[1:])  # workers, decode or colocated
@@ -196,7 +205,7 @@ class Field:
     # -- loads --------------------------------------------------------------------------------------------------------
 
     def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[Ask]:
-        """Prompts that no server has seen before."""
+        """Make prompts that no server has seen before."""
         self._seed += 1
         return random_asks(self.ids(), count, input_tokens, output_tokens, seed=self._seed)
 
@@ -214,7 +223,7 @@ class Field:
         concurrency: int | None = None,
         what: str = "",
     ) -> Run:
-        """Sends ``asks`` at ``times`` (all at once), while peers are halted that are not asked."""
+        """Send ``asks`` at ``times`` (default: all at once), while the other peers are stopped."""
         for each, peer in self._peers.items():
             if each == system:
                 peer.resume()
@@ -231,7 +240,8 @@ class Field:
     def alternate(
         self, systems: Sequence[System], once: Callable[[System], T], rounds: int | None = None
     ) -> dict[System, list[T]]:
-        """What ``once`` finds of each system, in rounds that have all of them in turn; without peers that fail it."""
+        """Return what ``once`` finds of each system, in rounds that have all of them in turn. Peers that fail are left
+        out."""
         found: dict[System, list[T]] = {system: [] for system in systems}
         for _ in range(rounds or self.effort.rounds):
             for system in list(found):
@@ -242,7 +252,7 @@ class Field:
         return found
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` has found when it was first wanted under this name."""
+        """Return what ``make`` returned when it was first called under this name."""
         if name not in self.remembered:
             self.remembered[name] = make()
         return self.remembered[name]
@@ -250,7 +260,7 @@ class Field:
 
 @contextmanager
 def opened(field: Field) -> Iterator[Field]:
-    """``field``, whose systems are stopped at the end."""
+    """Yield ``field``, and stop its systems at the end."""
     try:
         yield field
     finally:
@@ -258,7 +268,8 @@ def opened(field: Field) -> Iterator[Field]:
 
 
 def whole(run: Run) -> Run:
-    """``run`` itself, if all of its requests were answered; StartError if not: what is missing disturbs nobody."""
+    """Return ``run`` if all of its requests were answered. Raises StartError if not: missing requests disturb no
+    others."""
     failed = [record for record in run.records if not record.ok]
     if failed:
         raise StartError(
@@ -268,7 +279,7 @@ def whole(run: Run) -> Run:
 
 
 def good(run: Run) -> list[Record]:
-    """The records of requests that were answered; StartError if there are none."""
+    """Return the records of the answered requests. Raises StartError if there are none."""
     found = [record for record in run.records if record.ok]
     if not found:
         raise StartError("no request was answered", run.records[0].error, "try the system alone")

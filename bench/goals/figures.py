@@ -1,4 +1,4 @@
-"""What a goal's measurement says: rows with targets, their table, their JSON. Pure."""
+"""The result of a goal: rows with targets, their table and their JSON. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Of = Literal["value", "share", "ratio"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on one part of a row, and the ``floor`` (for an upper bound: a ceiling) that must hold in any case."""
+    """A bound on one part of a row. The ``floor`` (for an upper bound: a ceiling) is the bound that must not be
+    missed."""
 
     of: Of
     bound: float
@@ -26,7 +27,7 @@ class Target:
         return value <= self.bound if self.at_most else value >= self.bound
 
     def held(self, value: float) -> bool:
-        """Whether the floor holds; without one there is nothing to hold."""
+        """Return whether the floor holds; True without a floor."""
         if self.floor is None:
             return True
         return value <= self.floor if self.at_most else value >= self.floor
@@ -39,10 +40,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table, all figures medians over the rounds. ``limit`` is what this machine can do at best and
-    ``share`` how much of it is reached; ``peer`` is what the other system of ``against`` did and ``ratio`` how many
-    times as good this one is, each more than 1 where this one is better. None: not measured. ``detail`` is what the
-    figures were made of (those of each round, curves), for the JSON alone."""
+    """One line of the table; all figures are medians over the rounds. ``limit`` is the best that this machine can do,
+    ``share`` how much of it is reached; ``peer`` is what the other system (``against``) did and ``ratio`` how many
+    times as good this one is, above 1 if better. None: not measured. ``detail`` holds the figures of each round and the
+    curves, for the JSON only."""
 
     goal: str
     what: str
@@ -58,19 +59,19 @@ class Row:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, part: Of) -> float | None:
-        """The figure that a target is about."""
+        """Return the figure that a target is about."""
         if part == "ratio":
             return self.ratio.median if self.ratio else None
         return self.value if part == "value" else self.share
 
     @property
     def met(self) -> bool | None:
-        """Whether all targets are met; None when one of them could not be judged and none is missed."""
+        """Whether all targets are met; None if none is missed and one could not be judged."""
         return _all(None if (found := self.of(each.of)) is None else each.met(found) for each in self.targets)
 
     @property
     def held(self) -> bool | None:
-        """The same for their floors."""
+        """The same for the floors."""
         return _all(None if (found := self.of(each.of)) is None else each.held(found) for each in self.targets)
 
 
@@ -96,7 +97,7 @@ def by_round(found: Mapping[Any, Sequence[float]]) -> dict[str, list[float]]:
 def against(
     name: str, ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bool = False
 ) -> dict[str, Any]:
-    """The fields of a row that are about a peer; none if it was not measured."""
+    """Return the fields of a row that are about a peer; none if it was not measured."""
     if not theirs:
         return {}
     ratio = ratios(ours, theirs, less_is_better=less_is_better)
@@ -109,7 +110,7 @@ _TITLES = ("goal", "what", "value", "limit", "share", "peer", "ratio", "target",
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """Markdown; notes follow below it."""
+    """Return the rows as a Markdown table, with the notes below it."""
     rows = list(rows)
     lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
@@ -150,7 +151,7 @@ def _number(value: float) -> str:
 
 
 def of_json(kept: dict[str, Any]) -> Row:
-    """The inverse of :func:`as_json`."""
+    """Make a row from what :func:`as_json` returned."""
     same = {name: kept[name] for name in ("goal", "what", "unit", "value", "limit", "share", "peer")}
     ratio = kept["ratio"]
     return Row(

@@ -18,11 +18,11 @@ from bench.load.metrics import Objective, summarise
 OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
 ATTAINMENT = 0.9
 BUDGETS = (256, 512, 2048)
-"""Tokens of a step that colocated systems are tried with: less is shorter pauses, more is faster prefill."""
+"""Tokens per step that are tried for colocated systems: fewer give shorter pauses, more give faster prefill."""
 ROUGHLY = 1.3
-"""Two rates of this ratio tell which budget is the best."""
+"""Two rates with a smaller ratio are close enough to choose the best budget."""
 PACED_S = 200.0
-"""About how long a rate is tried: a low one with fewer requests, at least half of the usual number."""
+"""About how long a rate is tried; low rates get fewer requests, but at least half of the usual number."""
 
 
 def search(
@@ -34,11 +34,11 @@ def search(
     rivals: bool = False,
     known: Mapping[System, Sequence[Point]] | None = None,
 ) -> dict[System, list[Point]]:
-    """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
-    ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
-    more: then it has no curve. Those that are ``doubted`` have no rate once they do not do better at a lower one.
-    Of ``rivals`` only the best is looked for: who has failed at a rate and would next be tried at less than another
-    bears is not it. Points that are ``known`` are not tried."""
+    """Search the curves of several systems as ``tandem bench goodput`` does, one rate of each in turn. ``attempts``
+    return the share of requests inside the objectives at a rate, or None for a system that is gone, which then has no
+    curve. Systems that are ``doubted`` are given up as soon as a lower rate does not improve their share. With
+    ``rivals`` only the best is searched for: a system that failed at a rate and would next be tried below a rate that
+    another sustains is given up. ``known`` points are not tried again."""
     curves = {system: list((known or {}).get(system, ())) for system in attempts}
     left = list(attempts)
     while left:
@@ -62,9 +62,8 @@ def search(
 
 def c9(field: Field) -> list[Row]:
     """The highest rate at which 90 % of requests are inside one absolute objective. Colocated systems first find the
-    best of their budgets, with half as many requests; then all are searched together, ours as one worker on all cores
-    and as one on each. What each rate rests on is a few dozen requests, so those around the highest are tried again in
-    further rounds."""
+    best of their budgets with half as many requests; then all are searched together. A rate rests on a few dozen
+    requests, so the rates around the highest are tried again in further rounds."""
     own = [system for each in COLOCATED if (system := _best_budget(field, each.kind))]
     peer = _best_budget(field, VLLM.kind)
     curves = searched(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
@@ -101,8 +100,8 @@ def c9(field: Field) -> list[Row]:
 
 
 def _best_budget(field: Field, kind: str) -> System | None:
-    """The system of this kind with the budget that bears the highest rate; None if there is no such peer here. That is
-    searched for roughly: how high it is, is measured again beside the others."""
+    """Return the system of this kind with the budget that sustains the highest rate, or None if there is no such peer.
+    The search is rough: the rate itself is measured again beside the others."""
     curves = searched(field, [System(kind, budget=budget) for budget in BUDGETS], rough=True)
     return max(curves, key=lambda system: highest(curves[system], ATTAINMENT).rate, default=None)
 
@@ -111,18 +110,18 @@ Curves = dict[System, list[Point]]
 
 
 def _lines(curves: Curves) -> dict[str, list[tuple[float, float]]]:
-    """By system: rates in order, each with the share of requests inside the objectives."""
+    """Return, by system, the rates in order with their shares of requests inside the objectives."""
     return {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
 
 
 def paced(rate: float, most: int, least: int, least_s: float = 0.0) -> int:
-    """With how many requests a rate is tried: ``most``, or fewer where these would take too long, or more where they
-    would come within ``least_s`` seconds. What a system does not bear it bears for a while."""
+    """Return the number of requests at a rate: ``most``, or fewer where these would take too long, or more where they
+    would arrive within ``least_s`` seconds, because a rate that is too high is sustained for a while."""
     return max(least, min(most, math.ceil(rate * PACED_S)), math.ceil(rate * least_s))
 
 
 def inside(field: Field, system: System, rate: float, seed: int = 0, *, rough: bool = False) -> float | None:
-    """The share of requests inside the objectives at ``rate``; None if there is no such system any more."""
+    """Measure the share of requests inside the objectives at ``rate``; None if the system is gone."""
     half = max(1, field.effort.paced // 2)
     count = paced(rate, half if rough else field.effort.paced, half, field.effort.paced_s)
     asks = field.asks(count, INPUT, OUTPUT)
@@ -130,7 +129,7 @@ def inside(field: Field, system: System, rate: float, seed: int = 0, *, rough: b
 
     def share(system: System) -> float:
         run = field.run(system, asks, times, what=f"{rate:.2f} requests/s")
-        good(run)  # a system that answers nothing at all has not a rate of 0 but none
+        good(run)  # raises: a system that answers nothing has no rate, not a rate of 0
         found = summarise(run, objectives=OBJECTIVES).attainment or 0.0
         field.console.print(f"{system}: {found:.0%} inside at {rate:.3g} requests/s", markup=False)
         return found
@@ -139,7 +138,7 @@ def inside(field: Field, system: System, rate: float, seed: int = 0, *, rough: b
 
 
 def around(curve: Sequence[Point], wanted: float = ATTAINMENT) -> list[float]:
-    """The rates between which the curve falls below ``wanted``, or the one that it ends with; none where there was no
+    """Return the two rates between which the curve falls below ``wanted``, or the last rate; none if there was no
     search."""
     rates = sorted(point.rate for point in curve)
     bad = min((point.rate for point in curve if point.attainment < wanted), default=math.inf)
@@ -147,8 +146,8 @@ def around(curve: Sequence[Point], wanted: float = ATTAINMENT) -> list[float]:
 
 
 def again(field: Field, curves: Curves, seed: int) -> Curves:
-    """The same curves, of which the points around the highest rate are measured anew, with other arrivals. Where that
-    moves it, it is searched for as closely as the first time: of two rates that are far apart it would be a guess."""
+    """Return the curves with the points around the highest rate measured again, with other arrivals. If that moves the
+    highest rate, it is searched for again: interpolation between distant rates would be a guess."""
     fresh = {system: {point.rate: point for point in curve} for system, curve in curves.items()}
     for number in range(2):  # one rate of each in turn
         for system, curve in curves.items():
@@ -161,9 +160,9 @@ def again(field: Field, curves: Curves, seed: int) -> Curves:
 
 
 def searched(field: Field, systems: Sequence[System], *, rough: bool = False) -> Curves:
-    """The curve of each system that can be measured here, searched together, or ``rough`` ones that tell which is the
-    best. Who keeps the objectives for less than half of the wanted share one by one has no other point, and who does so
-    for less than the wanted share is doubted: ever lower rates take hours."""
+    """Search the curves of the systems that can be measured here together (``rough``: only to find the best). A system
+    that keeps the objectives for less than half of the wanted share with one request at a time gets no other point, and
+    one that keeps them for less than the wanted share is doubted: ever lower rates take hours."""
 
     def unloaded(system: System) -> Point:
         asks = field.asks(field.effort.singles, INPUT, OUTPUT)

@@ -1,4 +1,4 @@
-"""C4, C5: what it costs a request that its KV travels from one worker to another."""
+"""C4, C5: what it costs a request that its KV is transferred from one worker to another."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from bench.goals.figures import Row, Target, by_round
 from bench.micro import wire
 
 HIDDEN_INPUTS = (1024, 4096)
-"""Prompt tokens: of short ones the last layer and a hand-off's messages are most of the time."""
+"""Prompt tokens. With short prompts the last layer and the messages of the hand-off are most of the time."""
 ON_ITS_CORE = System("1p1d", flags=("--no-lend-cores",))
-"""Prefill on one core, as whom it is compared with: otherwise it would have that of decode, too, and come sooner."""
+"""Prefill on one core only, as the single worker that it is compared with. With a core lent by decode its first token
+would come sooner."""
 OVER_TCP = System("1p1d", flags=("--kv-transport", "zmq"))
 WIRE_TOKENS, WIRE_REPEATS = 2048, 3
 
 
 def c4(field: Field) -> list[Row]:
-    """One request at a time: how much later the first token comes than from one worker that does it all on one core,
-    and how long the second lets wait, which only the hand-off delays."""
+    """How much later the first token comes than from one worker that does everything on one core, and how long the gap
+    before the second token is, which only the hand-off delays. One request at a time."""
     systems = field.open(ON_ITS_CORE, OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE)
     gaps: dict[System, list[float]] = {system: [] for system in systems}
 
@@ -30,7 +31,7 @@ def c4(field: Field) -> list[Row]:
         gaps[system] += [record.itls[0] / statistics.median(record.itls) for record in records]
         return statistics.median(record.ttft for record in records)
 
-    # what is to be told apart is less than what a machine's seconds differ by: ours take turns request by request
+    # the difference is smaller than that between two seconds of a machine, so these two alternate request by request
     ours, theirs = ([system for system in systems if system.is_peer is peer] for peer in (False, True))
     firsts = field.alternate(ours, lambda system: first_s(system, 1), field.effort.hand_offs)
     firsts |= field.alternate(theirs, lambda system: first_s(system, field.effort.singles))
@@ -67,7 +68,7 @@ def _peer(values: list[float]) -> dict[str, Any]:
 
 
 def _added(with_it: list[float], without: list[float]) -> list[float]:
-    """By pair, in percent."""
+    """Return the added time of each pair, in percent."""
     return [100 * (one / other - 1) for one, other in zip(with_it, without, strict=True)]
 
 
@@ -76,7 +77,8 @@ def _ms(seconds: list[float]) -> str:
 
 
 def c5(field: Field) -> list[Row]:
-    """KV through ZeroMQ over TCP: its rate beside that of a plain socket, and how much of it prefill hides."""
+    """The rate of KV through ZeroMQ over TCP beside that of a plain socket, and how much of the transfer prefill
+    hides."""
     field.open()
     raw, carried = [], []
     for _ in range(field.effort.rounds):
@@ -102,14 +104,14 @@ def c5(field: Field) -> list[Row]:
 
 
 def _hand_offs(field: Field, tokens: int) -> list[dict[str, Any]]:
-    """What the server tells of those of prompts that come one after another."""
+    """Return the server's times of the hand-offs of prompts sent one after another."""
     run = field.run(OVER_TCP, field.asks(field.effort.singles, tokens, OUTPUT), concurrency=1, what="one at a time")
     return [stages for record in good(run) if (stages := record.stages or {}).get("transfer_ms")]
 
 
 def _hidden(tokens: int, stages: list[dict[str, Any]], bytes_per_s: float) -> Row:
-    """Of the time that the link takes for a prompt's bytes: how much lies before the end of its prefill. What is left
-    is from that end until decode has accepted everything, the messages of the hand-off and both loops included."""
+    """Of the time that the link takes for a prompt's bytes, the share before the end of its prefill. The rest lasts
+    from that end until decode has accepted everything, including the messages of the hand-off and both loops."""
     links = [1000 * each["kv_bytes"] / bytes_per_s for each in stages]
     left = [each["transfer_exposed_ms"] for each in stages]
     hidden = [max(0.0, 1 - each / link) for each, link in zip(left, links, strict=True)]

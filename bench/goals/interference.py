@@ -23,12 +23,12 @@ from common.core.errors import StartError
 STREAMS, STREAM_INPUT = 8, 64
 INTRUDER, INTRUDER_EVERY_S = 2048, 2.0
 STRETCH = 32
-"""Tokens of a stream within which its context counts as of one length."""
+"""Tokens of a stream within which its context counts as constant."""
 
 
 def gaps_together(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Seconds between tokens of streams while all of them stream: after the last has begun, before the first ends;
-    each with the number of the token that ends it. StartError if they never do."""
+    """Return the seconds between tokens while all streams run (after the last has begun, before the first ends), each
+    with the number of the token that ends the gap. Raises StartError if they never all run."""
     began = max(record.moments[0] for record in records)
     ended = min(record.moments[-1] for record in records)
     found = [
@@ -43,8 +43,8 @@ def gaps_together(records: Sequence[Record]) -> list[tuple[int, float]]:
 
 
 def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int, float]]) -> list[float]:
-    """Each gap in medians of undisturbed ones about as far into a stream: a step takes longer as contexts grow, with
-    or without anybody else's prompts. (In means, if most tokens come together with the one before.)"""
+    """Divide each gap by the median undisturbed gap at about the same token number, because a step takes longer as
+    contexts grow. (By the mean if most tokens arrive together with the one before.)"""
     stretches: dict[int, list[float]] = defaultdict(list)
     for number, seconds in undisturbed:
         stretches[number // STRETCH].append(seconds)
@@ -54,10 +54,15 @@ def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int,
 
 
 class Disturbed(NamedTuple):
-    """Streams while long prompts arrive: P99 time between tokens, in medians of the same streams when none does; the
-    same in one median of all that they did undisturbed, however long their contexts; and of the undisturbed streams
-    themselves, which is the machine's; the longest time; the median time to the prompts' first token, infinite if none
-    was answered (seconds); and the run."""
+    """Streams beside long prompts.
+
+    p99                P99 gap, in median gaps of the same streams when undisturbed
+    p99_in_one_median  P99 gap, in one median of all undisturbed gaps, however long their contexts
+    undisturbed_p99    P99 gap of the undisturbed streams, which is due to the machine
+    longest_s          the longest gap
+    first_token_s      median time to first token of the long prompts; infinite if none was answered
+    run                the run with the long prompts
+    """
 
     p99: float
     p99_in_one_median: float
@@ -68,14 +73,14 @@ class Disturbed(NamedTuple):
 
 
 def interference(field: Field, system: System) -> Disturbed:
-    """What long prompts do to the streams of ``system``, which are undisturbed before and after: a machine that others
-    use, too, may be a tenth slower ten seconds later."""
+    """Measure what long prompts do to the streams of ``system``. The streams run undisturbed before and after, because
+    a shared machine may be a tenth slower ten seconds later."""
 
     def streams(tokens: int, what: str, intruders: int = 0) -> tuple[Run, list[tuple[int, float]]]:
         asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
         times = [0.0] * STREAMS + [INTRUDER_EVERY_S * (1 + index) for index in range(intruders)]
         run = field.run(system, asks, times, what=what)
-        if not system.is_peer:  # a peer that refuses prompts is less disturbed: that is to its advantage
+        if not system.is_peer:  # refusing prompts only helps a peer
             whole(run)
         return run, gaps_together(good(Run(run.records[:STREAMS], run.seconds, run.began_at)))
 
@@ -96,16 +101,16 @@ def interference(field: Field, system: System) -> Disturbed:
 
 
 def c8(field: Field) -> list[Row]:
-    """Decode does not notice that others' prompts are computed. The note has the longest pauses (of one who makes all
-    streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt) and when
-    the prompts had their first token: who lets them wait disturbs nobody. Each system is measured in turn with ours,
-    which so has the most rounds: its P99 differs by half between rounds where machines are shared."""
+    """Streams should not be delayed by the prompts of other clients. The note has the longest gaps (a pause of all
+    streams for a whole prompt does not show in P99 if there are more than a hundred tokens per prompt) and the prompts'
+    time to first token (a system that delays prompts disturbs no streams). Each other system is measured in turn with
+    1P1D, which therefore has the most rounds: its P99 differs by half between rounds on shared machines."""
     others = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)[1:]
     pairs = {each: field.alternate([OURS, each], partial(interference, field)) for each in others}
     found: dict[System, list[Disturbed]] = {OURS: [one for pair in pairs.values() for one in pair[OURS]]}
     found |= {each: pair[each] for each, pair in pairs.items() if each in pair}
 
-    def told(of: Callable[[Disturbed], float], shown: str) -> str:
+    def listed(of: Callable[[Disturbed], float], shown: str) -> str:
         return ", ".join(f"{shown.format(statistics.median(map(of, those)))} ({it})" for it, those in found.items())
 
     def versus(other: System) -> dict[str, Any]:
@@ -122,10 +127,10 @@ def c8(field: Field) -> list[Row]:
         row,
         targets=(Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
         note=f"in {len(ours)} rounds {min(ours):.2f} to {max(ours):.2f}; undisturbed "
-        f"{told(lambda one: one.undisturbed_p99, '{:.2f}')}; in one median of all that is undisturbed "
-        f"{told(lambda one: one.p99_in_one_median, '{:.2f}')}; longest pause, medians of rounds, "
-        f"{told(lambda one: 1000 * one.longest_s, '{:.0f} ms')}; time to the prompts' first token, medians, "
-        f"{told(lambda one: 1000 * one.first_token_s, '{:.0f} ms')}",
+        f"{listed(lambda one: one.undisturbed_p99, '{:.2f}')}; in one median of all that is undisturbed "
+        f"{listed(lambda one: one.p99_in_one_median, '{:.2f}')}; longest pause, medians of rounds, "
+        f"{listed(lambda one: 1000 * one.longest_s, '{:.0f} ms')}; time to the prompts' first token, medians, "
+        f"{listed(lambda one: 1000 * one.first_token_s, '{:.0f} ms')}",
         detail={
             name: by_round({system: [getattr(one, name) for one in those] for system, those in found.items()})
             for name in ("p99", "p99_in_one_median", "undisturbed_p99", "longest_s", "first_token_s")

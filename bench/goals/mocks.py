@@ -1,9 +1,8 @@
-"""What stands around a coordinator whose own cost is measured: workers that answer at once, and a server to compare
-with that has no workers.
+"""Mock workers around a coordinator whose own cost is measured, and a bare server to compare it with.
 
 The workers speak the control protocol as real ones do (Hello, heartbeats, one message of spans per step) and hold
-nothing: prefill tells the first token of a prompt as its first output token the moment it has the prompt, decode says
-it again and again, once per step for all that it serves. No KV travels.
+nothing. Prefill returns the first token of the prompt as the first output token as soon as it has the prompt; decode
+repeats it, once per step for all streams. No KV is transferred.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ IDLE_S = 0.25
 
 
 def hello_of(model: str, role: Role) -> Hello:
-    """A worker that can hold all that is asked here."""
+    """Return the Hello of a worker that can hold every request of this measurement."""
     checkpoint = open_checkpoint(model)
     return Hello(
         PROTOCOL, WorkerName(role), new_incarnation(), role, model, checkpoint.fingerprint, LAYOUT.fingerprint,
@@ -49,7 +48,7 @@ def hello_of(model: str, role: Role) -> Hello:
 
 @dataclass(slots=True)
 class _Stream:
-    """One request on the decode worker: what it has said so far."""
+    """One request on the decode worker, with its output so far."""
 
     request: Request
     attempt: int
@@ -57,7 +56,7 @@ class _Stream:
     output: list[int] = field(default_factory=list)
 
     def step(self, writer: TokenSpanEncoder) -> bool:
-        """One more token; whether it was the last. The first step repeats prefill's token, as decode does."""
+        """Add one token; return whether it was the last. The first step repeats prefill's token, as decode does."""
         start = len(self.output)
         self.output += [self.token] * (2 if not start and self.request.sampling.max_tokens > 1 else 1)
         ended = len(self.output) >= self.request.sampling.max_tokens
@@ -67,7 +66,7 @@ class _Stream:
 
 
 class MockWorker:
-    """One prefill or decode worker of the coordinator at ``address``; a step of decode takes ``step_s`` seconds."""
+    """A prefill or decode worker of the coordinator at ``address``; a decode step takes ``step_s`` seconds."""
 
     def __init__(self, hello: Hello, address: str, step_s: float) -> None:
         self._role, self._step_s = hello.role, step_s
@@ -77,7 +76,7 @@ class MockWorker:
         self._step_at = 0.0
 
     def run(self) -> None:
-        """Serves until it is killed."""
+        """Serve until the process is killed."""
         while True:
             self._turn(time.monotonic())
             left = self._step_at - time.monotonic() if self._streams else IDLE_S
@@ -125,14 +124,14 @@ class MockWorker:
 
 
 def work(model: str, role: Role, coordinator: str, step_s: float) -> None:
-    """The process of a mock worker."""
+    """Run a mock worker as a process."""
     die_with_parent()
     MockWorker(hello_of(model, role), coordinator, step_s).run()
 
 
 def replay(events: Sequence[bytes], step_s: float, pipe: Connection) -> None:
-    """The process of a bare server, whose URL goes to ``pipe``: reads each request's body and says ``events``, the
-    first at once and the others ``step_s`` apart."""
+    """Run a bare server as a process, and send its URL to ``pipe``. It reads each request's body and sends ``events``,
+    the first at once and the others ``step_s`` apart."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         await request.read()

@@ -19,28 +19,30 @@ BALANCED_INPUT = 512
 
 
 def answer_s(cost: CostModel, prompt: int, tokens: int, streams: int) -> float:
-    """Seconds of one core for an answer, whose steps all of ``streams`` share."""
+    """Return the seconds of one core for an answer, whose steps ``streams`` answers share."""
     return tokens * cost.decode_s(streams, prompt + tokens / 2) / streams
 
 
 def balanced_output(cost: CostModel, prompt: int, streams: int) -> int:
-    """Output tokens with which one prefill and one decode worker take equally long per request: T_P = T_D."""
+    """Return the output tokens with which one prefill and one decode worker take equally long per request: T_P =
+    T_D."""
     wanted = cost.prompt_s(prompt, CHUNK)
     return next((tokens for tokens in range(1, 4096) if answer_s(cost, prompt, tokens, streams) >= wanted), 4096)
 
 
 def most_per_s(cost: CostModel, cores: int, prompt: int, tokens: int, streams: int) -> float:
-    """Requests that so many cores would serve if they were always busy with steps that cost what they cost one core
-    alone, those of decode with ``streams``."""
+    """Return the requests per second of so many cores that are always busy with steps that cost what they cost one core
+    alone; those of decode have ``streams``."""
     return cores / (cost.prompt_s(prompt, CHUNK) + answer_s(cost, prompt, tokens, streams))
 
 
 def saturation(
     field: Field, cost: CostModel, systems: Sequence[System], count: int, input_tokens: int, output_tokens: int
 ) -> tuple[Rates, dict[str, Any]]:
-    """What each does when ``count`` are sent at once, from then to the last token of all; and what the first row has
-    besides. Its limit is :func:`most_per_s` with all places taken. Before, each has as many of them as it has places:
-    memory is found when it is first used, and a server that lives has used it."""
+    """Measure the requests per second of each system when ``count`` are sent at once, from the first request to the
+    last token, and the other fields of the first row. The limit is :func:`most_per_s` with all places taken. Before
+    that each system serves as many requests as it has places, so that its memory is in use, as on a server that has run
+    for a while."""
     busy: dict[str, list[float]] = defaultdict(list)
 
     def fill(system: System) -> list[Record]:
@@ -69,9 +71,9 @@ def saturation(
 
 
 def c10(field: Field) -> list[Row]:
-    """On a load that keeps both pools equally busy, two pools serve as much as one, their beginning, when decode waits
-    for prompts, and their end, when none is left for prefill, included: there are enough requests for a while between.
-    vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
+    """On a load with equal work for both pools a pair serves as many requests as colocated workers. That includes the
+    beginning, when decode waits for prompts, and the end, when no prompt is left; there are enough requests for a while
+    in between. vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
 
     cost = _cost(field)
     output = balanced_output(cost, BALANCED_INPUT, PLACES // 4)
@@ -87,7 +89,7 @@ def c10(field: Field) -> list[Row]:
 
 
 def c11(field: Field) -> list[Row]:
-    """Where prefill is most of the work, one core that only decodes is little used."""
+    """Where prefill is most of the work, a core that only decodes is mostly idle."""
     cost = _cost(field)  # before there are any servers
     systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
     found, first = saturation(field, cost, systems, field.effort.requests, INPUT, OUTPUT)
@@ -105,7 +107,7 @@ def _saturated(goal: str, what: str, found: Rates, peer: System, *targets: Targe
 
 
 def _cost(field: Field) -> CostModel:
-    """Measured once for all goals, with no server running beside it."""
+    """Return the step costs, measured once for all goals while no server is running."""
 
     def make() -> CostModel:
         field.open()

@@ -17,7 +17,7 @@ from common.net.http_client import HttpClient
 
 
 def c12(field: Field) -> list[Row]:
-    """From the command to the first token with the built-in model; cold is with nothing of it in the page cache."""
+    """From the command to the first token with the built-in model; cold is with none of its files in the page cache."""
     field.open()
     warm, cold = [], []
     for _ in range(field.effort.rounds):
@@ -32,7 +32,7 @@ def c12(field: Field) -> list[Row]:
 
 
 def first_token_s() -> float:
-    """Seconds from the start of a system with the built-in model to its first token."""
+    """Return the seconds from the start of a system with the built-in model to its first token."""
     began = time.perf_counter()
     with running("", "1p1d") as url:
         server = HttpClient(url)
@@ -41,8 +41,8 @@ def first_token_s() -> float:
 
 
 def forget_files() -> int:
-    """Drops this environment's and this program's files from the page cache, as far as nobody has them mapped; how
-    many."""
+    """Drop the files of this environment and this program from the page cache, unless a process has mapped them; return
+    how many."""
     count = 0
     for folder in (sys.prefix, sysconfig.get_path("stdlib"), results.ROOT):
         for path in Path(folder).rglob("*"):

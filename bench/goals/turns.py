@@ -1,8 +1,8 @@
-"""A worker's real loop around an engine, turn by turn: how long each takes, and how much of it the model does.
+"""A worker's real loop around an engine, turn by turn: how long each turn takes, and how much of it the model takes.
 
-The worker joins what stands in for a coordinator, in a process of its own that keeps off the worker's cores, as the
-coordinator of ``tandem up`` does. It asks for several answers at once, renews leases and reads what the worker says.
-Turn and model are measured in one process at the same time, so that what remains is no difference of two runs.
+The worker joins a stand-in for the coordinator. The stand-in is a process of its own that keeps off the worker's cores,
+as the coordinator of ``tandem up`` does; it requests several answers at once, renews leases and reads the worker's
+messages. Turn and model are measured in one process at the same time, so the remainder is not a difference of two runs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ TOKEN = 7
 
 
 class Turn(NamedTuple):
-    """A turn in which each stream got a token: seconds from its beginning to that of the next, and of the model."""
+    """A turn in which each stream got a token: seconds from its start to that of the next turn, and seconds of the
+    model."""
 
     seconds: float
     model: float
 
 
 def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: set[int]) -> None:
-    """The process of the stand-in, whose address goes to ``pipe``; asks whoever says Hello for ``streams`` answers.
-    ``cores``: the worker's."""
+    """Run the stand-in's process: send its address to ``pipe`` and request ``streams`` answers of the worker that says
+    Hello. ``cores`` are the worker's."""
     die_with_parent()
-    with contextlib.suppress(OSError):  # the worker has all that this process may use
+    with contextlib.suppress(OSError):  # no other core is left
         os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - cores)
     channels, times = Channels(), FailureTimes()
     socket, address = channels.router("tcp://127.0.0.1:*", near=True)
@@ -62,8 +63,8 @@ def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: 
                 _, (frame, data) = channels.take(socket)
                 if isinstance(decode(data, FromWorker, MAX_REPORT_BYTES), Hello):
                     worker = frame
-                    told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
-                    say(Welcome(new_incarnation(), *told))
+                    periods_ms = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
+                    say(Welcome(new_incarnation(), *periods_ms))
                     ids = [new_request_id() for _ in range(streams)]
                     live = pack_transfers(TransferId(each, 0) for each in ids)
                     for each in ids:
@@ -85,8 +86,8 @@ def hello_of(engine: Any, streams: int, budget: int) -> Hello:
 
 
 def measure(engine: Any, forwards: list[float], streams: int, prompt: int, tokens: int, budget: int) -> list[Turn]:
-    """Turns of a worker with ``streams`` answers of ``tokens`` tokens after ``prompt``, all of which decode.
-    ``forwards`` gets the seconds of each pass through the model."""
+    """Measure the turns of a worker in which ``streams`` answers of ``tokens`` tokens after ``prompt`` all decode.
+    ``forwards`` receives the seconds of each pass through the model."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     given = streams, prompt, tokens, theirs, os.sched_getaffinity(0)

@@ -15,19 +15,20 @@ from bench.load.run import Run
 from bench.load.systems import counts
 
 WORTH = 1.05
-"""A gain below is not worth a second pool."""
+"""A smaller gain does not justify a second pool."""
 LITTLE = 0.25
-"""A share of requests inside the objectives below which a system is overloaded: it says nothing about others."""
+"""Below this share of requests inside the objectives a system is overloaded, and a comparison with it is
+meaningless."""
 FEW = 0.05
-"""Up to this share of requests outside an objective says nothing about the sizes of pools: a pause of the machine makes
-a few of a hundred late with any."""
+"""Up to this share of requests outside an objective says nothing about pool sizes: a pause of the machine delays a few
+of a hundred with any sizes."""
 OTHER = "other"
 """Name of the server at ``--url``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over the rounds, told with its range where they differ."""
+    """Median and range of a figure over the rounds; the range is shown only if the rounds differ."""
 
     median: float
     low: float
@@ -61,7 +62,8 @@ class Outcome:
         return Spread.of([FIGURES[name](summary) for summary in self.summaries])
 
     def against(self, other: Outcome, name: str) -> Spread:
-        """The ratio of a figure to that of ``other``, within each round. A figure that is 0 on both sides is equal."""
+        """Return the ratio of a figure to that of ``other`` within each round. A figure that is 0 in both has the ratio
+        1."""
         return Spread.of(
             [
                 _ratio(FIGURES[name](mine), FIGURES[name](theirs))
@@ -78,7 +80,8 @@ class Outcome:
         return sum(summary.failed for summary in self.summaries)
 
     def busy(self) -> dict[str, float]:
-        """By pool, of all rounds: in which share of the time its workers had work, as far as the server tells."""
+        """Return the share of time in which the workers of each pool had work, over all rounds, as far as the server
+        reports it."""
         found: dict[str, list[float]] = {}
         for run in self.runs:
             for pool, share in busy_shares(run).items():
@@ -107,14 +110,15 @@ _COLUMNS = ("goodput", "inside", "output", "ttft_p50", "ttft_p99", "itl_p50", "i
 
 
 def merit(outcomes: Iterable[Outcome]) -> str:
-    """The figure that decides: of requests that came at times of their own, the share inside the objectives, as how
-    long a run took is then mostly how late its last request came; of requests sent all at once, those per second."""
+    """Return the figure that decides. For requests that arrive at their own times it is the share inside the
+    objectives, because the length of a run then mostly shows when its last request arrived; for requests sent all at
+    once it is those inside per second."""
     paced = all(run.records[-1].due_at > run.began_at for each in outcomes for run in each.runs)
     return "inside" if paced else "goodput"
 
 
 def best(outcomes: Iterable[Outcome], figure: str) -> Outcome | None:
-    """The one with most of ``figure``; of equals the one with the shorter tail between tokens."""
+    """Return the outcome with most of ``figure``; among equals the one with the shorter tail between tokens."""
     return max(
         outcomes,
         key=lambda each: (round(each.figure(figure).median, 3), -each.figure("itl_p99").median),
@@ -123,8 +127,8 @@ def best(outcomes: Iterable[Outcome], figure: str) -> Outcome | None:
 
 
 def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[str]:
-    """In words: whether to disaggregate, why, what speaks for other pool sizes, and what the server at ``--url`` is
-    beside the best of these. Pure."""
+    """Say whether to disaggregate and why, which pool sizes might be better, and how the server at ``--url`` compares
+    with the best of these systems."""
     objectives = f"{' '.join(map(str, bounds))} (ms)"
     figure = merit(outcomes)
     return [*_advice(outcomes, bounds, figure, objectives), *_beside_other(outcomes, figure, objectives)]
@@ -169,7 +173,7 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
             f"as {together.system}, too little, or not in every round, to be worth a second pool."
         )
     shown = f"output with {apart.system} is {output:.2f} times as much."
-    if min(each.figure("itl_p99").low for each in (apart, together)):  # where answers had a second token
+    if min(each.figure("itl_p99").low for each in (apart, together)):  # else no answer had a second token
         shown = f"P99 time between tokens is {tail:.2f} times as long with {together.system}; {shown}"
     lines.append(shown[0].upper() + shown[1:])
     if apart.failed or together.failed:
@@ -197,9 +201,9 @@ def _beside_other(outcomes: Sequence[Outcome], figure: str, objectives: str) -> 
 
 
 def _sizes(apart: Outcome, bounds: Sequence[Objective], advised: bool) -> list[str]:
-    """What the objectives that its requests miss say about the sizes of its pools: the first token waits for prefill,
-    the others for decode. Larger pools are only named where disaggregation is advised at all, as what may be:
-    nobody has measured them, and on these cores they would take some from others."""
+    """Say what the missed objectives show about the sizes of the pools: the first token waits for prefill, the others
+    for decode. Larger pools are suggested only where disaggregation is advised at all, and only as a possibility: they
+    were not measured, and on these cores they would take cores from other workers."""
     records = [record for run in apart.runs for record in run.records if record.ok]
     missed = {"ttft": 0.0, "tpot": 0.0} | {
         each.metric: sum(not each.met(record) for record in records) / max(1, len(records)) for each in bounds
@@ -225,7 +229,8 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective], advised: bool) -> list[s
 
 
 def busy_shares(run: Run) -> dict[str, float]:
-    """By pool: the share of the run in which its workers (those that had any) had a request in that phase."""
+    """Return, by pool, the share of the run in which its workers had a request in that phase, averaged over the workers
+    that had any."""
     spans: dict[str, dict[str, list[tuple[float, float]]]] = {"prefill": {}, "decode": {}}
     for record in run.records:
         stages = record.stages
@@ -246,7 +251,7 @@ def busy_shares(run: Run) -> dict[str, float]:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Return the length of the union of the spans."""
     total, until = 0.0, float("-inf")
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, until))
@@ -255,12 +260,13 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def base_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """What ratios are to: the first colocated system, if there is one."""
+    """Return the outcome that ratios refer to: the first colocated system, or else the first."""
     return next((each for each in outcomes if each.colocated), outcomes[0])
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Medians over the rounds as a Markdown table, and ratios to the first colocated system with their spread."""
+    """Return a Markdown table of the medians over the rounds, and the ratios to the first colocated system with their
+    spread."""
     base = base_of(outcomes)
     titles = "goodput (req/s) | inside | output (tok/s) | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | failed"
     lines = [f"| system (times in ms) | {titles} |", "|---|---|---|---|---|---|---|---|---|"]

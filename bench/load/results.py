@@ -51,7 +51,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def told() -> str:
+def provenance_line() -> str:
     """Return the provenance in one line, for the caption of a table."""
     found = provenance()
     machine = found["machine"]

@@ -1,2 +1,2 @@
-"""Experiments on one mechanism each (control latency, hand-off cost, lent cores, the wire). They may enter every
-package."""
+"""Experiments on one mechanism each, run by ``tandem bench``: control latency, hand-off cost, lent cores, the wire,
+other load generators. They may import every package and must not be imported by the product."""

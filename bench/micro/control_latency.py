@@ -1,12 +1,15 @@
-"""``python -m bench.micro.control_latency``: how long control messages take while KV streams between two workers.
+"""``tandem bench control-latency``: round trips of control messages while KV streams between two workers.
 
-A real gateway in an event loop, a prefill and a decode worker in processes of their own, whose engines compute nothing,
-and KV over ZeroMQ on loopback. While it streams, messages that are answered at once go back and forth: from a stranger
-to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: RequestFailed). A
-worker that computes answers after its step; here there are none. ``--encrypted`` gives all of them keys, and KV is
-encrypted. Round trips are first measured with nothing else going on, and beside as many processes that only copy memory
-as threads work while KV streams: what the machine's scheduler alone makes of a round trip when there are fewer cores
-than that."""
+A real gateway runs in an event loop, a prefill and a decode worker in processes of their own. Their engines compute
+nothing, and KV travels over ZeroMQ on loopback. Meanwhile messages that are answered at once go back and forth: from an
+unknown worker to the coordinator (answer: Rejoin), and from the coordinator to each worker (a request that cannot be
+served; answer: RequestFailed). A worker that computes answers only after its step; here there are no steps. With
+``--encrypted`` all processes have keys and KV is encrypted.
+
+Round trips are also measured with nothing else going on, and beside as many processes that only copy memory as there
+are threads at work while KV streams. The latter shows what the kernel's scheduler alone adds with fewer cores than
+that.
+"""
 
 from __future__ import annotations
 
@@ -63,16 +66,16 @@ LAYOUT = KvLayout((LayerLayout(8, 64, 64),) * 16, "float32", 16)
 POOL_TOKENS, TRIAL_TOKENS, TRIALS = 4096, 256, 3
 LONGEST = 1 << 20
 PROBE_S = 0.002
-"""Between an answer and the next message to the same process."""
+"""Pause between an answer and the next message to the same process."""
 STREAMING_THREADS, STARTED_S = 4, 0.5
-"""Each worker's own, and the one in which libzmq copies for it."""
+"""Threads at work while KV streams: each worker's own, and its libzmq thread, which copies."""
 STALLS = 5
-"""After so many times that no hand-off was over within TRIAL_S the measurement fails."""
+"""The measurement fails after so many periods of TRIAL_S in which no hand-off ended."""
 PERCENTILES = (0.5, 0.9, 0.99, 1.0)
 
 
 class PoolOnly:
-    """An engine with memory and nothing to compute."""
+    """An engine that has memory and computes nothing."""
 
     def __init__(self) -> None:
         self.layout, self.memory = LAYOUT, KvMemory(LAYOUT, POOL_TOKENS // LAYOUT.block_size)
@@ -88,12 +91,12 @@ class PoolOnly:
 
 
 def channels_of(party: Party, key_file: Path | None) -> Channels:
-    """With the keys of ``party``, if there are any."""
+    """Make channels with the keys of ``party``, or without keys if there is no file."""
     return Channels(keys.load(key_file, party) if key_file else None)
 
 
 def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
-    """A worker process."""
+    """Run a worker as a process."""
     engine = PoolOnly()
     settings = WorkerSettings(coordinator, host_id(), 1, 1, kv_transport="zmq")
     hello = Hello(
@@ -105,7 +108,8 @@ def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
 
 
 def ask(coordinator: str, key_file: Path | None, pipe: Connection) -> None:
-    """A stranger's process: sends (end, round trip in seconds) of each answer through ``pipe`` until that is closed."""
+    """Run an unknown worker as a process: send (end, round trip in seconds) of each answer through ``pipe`` until it is
+    closed."""
     channels = channels_of("decode", key_file)
     socket = channels.dealer(coordinator, identity(WorkerName("stranger"), new_incarnation()))
     beat = Heartbeat(Incarnation("0"), 0, b"", 0, 0, 0, 0, 0, 0, -1, False)
@@ -122,8 +126,8 @@ def ask(coordinator: str, key_file: Path | None, pipe: Connection) -> None:
         channels.close()
 
 
-class House:
-    """The coordinator's side: what workers say, and the round trips that were seen, as (end, seconds) by name."""
+class Cluster:
+    """The coordinator's side: handles the workers' messages and collects round trips as (end, seconds) by name."""
 
     def __init__(self, key_file: Path | None) -> None:
         self.registry = Registry(None)
@@ -144,7 +148,7 @@ class House:
             timer.cancel()
         self.gateway.close()
 
-    # -- what the gateway tells ---------------------------------------------------------------------------------------
+    # -- callbacks of the gateway --------------------------------------------------------------------------------------
 
     def on_worker_joined(self, worker: WorkerHandle) -> None:
         self.workers[worker.role] = worker
@@ -185,10 +189,10 @@ class House:
 
     def beat(self, worker: WorkerHandle) -> None: ...
 
-    # -- what it says -------------------------------------------------------------------------------------------------
+    # -- messages to the workers ---------------------------------------------------------------------------------------
 
     def stream(self, count: int) -> None:
-        """Hand-offs of ``count`` bytes in all, a few at a time."""
+        """Start hand-offs of ``count`` bytes in total, a few at a time."""
         self.streamed, self.wanted = 0, count
         self.stalls = 0
         self.complete.clear()
@@ -200,8 +204,8 @@ class House:
             self._trial()
 
     def _watch(self) -> None:
-        """Starts anew when no hand-off has ended for so long that both workers have given up all that are open: they
-        say nothing about those."""
+        """Start again when no hand-off has ended for so long that both workers have given up all open ones, which they
+        do not report."""
         if "stall" in self._timers:
             self._timers["stall"].cancel()
         self._timers["stall"] = self._loop.call_later(TRIAL_S + 1, self._stalled)
@@ -222,7 +226,8 @@ class House:
             self.gateway.send(self.workers[role], Measure(request, 0, peer, TRIAL_TOKENS))
 
     def _probe(self, role: Role) -> None:
-        """A request that is refused at once: too long for decode's pool, for a peer that prefill cannot dial."""
+        """Send a request that is refused at once: too long for decode's pool, or for a peer that prefill cannot
+        dial."""
         request = Request(new_request_id(), pack_tokens([1]), SamplingParams(max_tokens=LONGEST, seed=0))
         self._asked[request.id] = role, time.monotonic()
         nowhere = Peer(WorkerName("nobody"), Incarnation("0"), "nowhere", "", LAYOUT.dtype)
@@ -236,28 +241,26 @@ class House:
 
 
 def copy_memory() -> None:
-    """A process that is always ready to run."""
+    """Run a process that is always runnable."""
     source, target = (np.ones(1 << 20, np.uint8) for _ in range(2))
     while True:
         target[:] = source
 
 
-async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
-    """Until what was asked for is complete; RuntimeError if a process has died, StartError if no KV
-    gets through."""
+async def until_done(cluster: Cluster, children: Iterable[SpawnProcess]) -> None:
+    """Wait until what was started is complete. Raises RuntimeError if a process has died, StartError if no KV gets
+    through."""
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     sentinels = [child.sentinel for child in children]
     for sentinel in sentinels:
         loop.add_reader(sentinel, died.set)
-    waits = [asyncio.ensure_future(event.wait()) for event in (house.complete, died)]
+    waits = [asyncio.ensure_future(event.wait()) for event in (cluster.complete, died)]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if died.is_set():
-            raise RuntimeError("a process of the measurement has died: what it said stands above")
-        if house.stalls >= STALLS:
-            raise StartError(
-                "cannot measure beside KV", f"{STALLS} times no hand-off was over within {TRIAL_S:g} s", ""
-            )
+            raise RuntimeError("a process of the measurement has died; its output is above")
+        if cluster.stalls >= STALLS:
+            raise StartError("cannot measure beside KV", f"{STALLS} times no hand-off ended within {TRIAL_S:g} s", "")
     finally:
         for sentinel in sentinels:
             loop.remove_reader(sentinel)
@@ -266,48 +269,50 @@ async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
 
 
 async def measure(count: int, idle_s: float, key_file: Path | None) -> dict[str, Any]:
-    """Prints and gives the round trips of each phase, and the rate at which KV streamed."""
-    house = House(key_file)
+    """Print and return the round trips of each phase, and the rate at which KV streamed."""
+    cluster = Cluster(key_file)
     processes = multiprocessing.get_context("spawn")
     mine, theirs = processes.Pipe(duplex=False)
-    given = house.gateway.address, key_file
+    given = cluster.gateway.address, key_file
     children = [processes.Process(target=serve, args=(role, *given)) for role in ("prefill", "decode")]
     children.append(processes.Process(target=ask, args=(*given, theirs)))
     answers: list[tuple[float, float]] = []
-    house.trips["coordinator"] = answers
+    cluster.trips["coordinator"] = answers
     try:
         for child in children:
             child.start()
         asyncio.get_running_loop().add_reader(mine.fileno(), lambda: answers.append(mine.recv()))
-        await until_done(house, children)
-        house.stream(64 << 20)  # maps, connects and touches what the first hand-off must
-        await until_done(house, children)
+        await until_done(cluster, children)
+        cluster.stream(64 << 20)  # warm up: the first hand-off maps memory and connects
+        await until_done(cluster, children)
         began = time.monotonic()
         await asyncio.sleep(idle_s)
-        alone = report("nothing else going on", house.trips, began, time.monotonic())
+        alone = report("nothing else going on", cluster.trips, began, time.monotonic())
         for _ in range(STREAMING_THREADS):
             children.append(processes.Process(target=copy_memory, daemon=True))
             children[-1].start()
         await asyncio.sleep(STARTED_S)
         began = time.monotonic()
         await asyncio.sleep(idle_s)
-        beside = report(f"beside {STREAMING_THREADS} processes that copy memory", house.trips, began, time.monotonic())
+        beside = report(
+            f"beside {STREAMING_THREADS} processes that copy memory", cluster.trips, began, time.monotonic()
+        )
         for child in children[-STREAMING_THREADS:]:
             child.kill()
             child.join()
         del children[-STREAMING_THREADS:]
-        house.stream(count)
+        cluster.stream(count)
         began = time.monotonic()
-        await until_done(house, children)
+        await until_done(cluster, children)
         ended = time.monotonic()
-        rate = house.streamed / (ended - began) / 1e9
-        what = f"while {house.streamed >> 20} MiB stream at {rate:.2f} GB/s"
-        streaming = report(what, house.trips, began, ended)
+        rate = cluster.streamed / (ended - began) / 1e9
+        what = f"while {cluster.streamed >> 20} MiB stream at {rate:.2f} GB/s"
+        streaming = report(what, cluster.trips, began, ended)
         trips_ms = {"alone": alone, "beside memory": beside, "streaming": streaming}
-        return {"streamed_bytes": house.streamed, "bytes_per_s": 1e9 * rate, "round_trips_ms": trips_ms}
+        return {"streamed_bytes": cluster.streamed, "bytes_per_s": 1e9 * rate, "round_trips_ms": trips_ms}
     finally:
         asyncio.get_running_loop().remove_reader(mine.fileno())
-        house.close()
+        cluster.close()
         for child in children:
             child.kill()
             child.join()
@@ -316,7 +321,7 @@ async def measure(count: int, idle_s: float, key_file: Path | None) -> dict[str,
 def report(
     title: str, trips: dict[str, list[tuple[float, float]]], began: float, ended: float
 ) -> dict[str, dict[str, float]]:
-    """One line per end, of the round trips that ended between two times; their percentiles in ms by end."""
+    """Print one line per end of the round trips that ended between two times; return their percentiles in ms by end."""
     print(title)
     found = {}
     for name, seen in trips.items():

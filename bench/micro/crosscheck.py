@@ -1,8 +1,8 @@
-"""``python -m bench.micro.crosscheck``: do other tools measure what ``tandem bench serve`` measures?
+"""``tandem bench crosscheck``: do other load generators report what ``tandem bench serve`` reports?
 
-Each tool puts the same load on a server of its own that answers on a scripted clock (:mod:`bench.load.mock_server`),
-and what it reports is compared with when the chunks were really written. The tools mean different things by their
-names:
+Each tool puts the same load on a server of its own that answers on a scripted clock (:mod:`bench.load.mock_server`).
+What it reports is compared with the times at which the chunks were really written. The tools name the same spans
+differently:
 
     | here | tandem and vllm bench serve | GuideLLM |
     |---|---|---|
@@ -10,8 +10,8 @@ names:
     | TPOT | mean_tpot_ms | inter_token_latency_ms: (last token - first token) / (n - 1) |
     | E2EL | mean_e2el_ms | time_per_output_token_ms times output_tokens: from the request to the last token |
 
-Loads are completions, chats, and chats that begin with a chunk which only has a role: to vLLM's client that is the
-first token, which it is not, so it is left out there.
+Loads are completions, chats, and chats that begin with a chunk which only has a role. vLLM's client counts that chunk
+as the first token, which it is not, so it is left out of the last load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Load:
-    """Which endpoint is asked; ``role_first``: its answers begin with a chunk that only has a role."""
+    """An endpoint; ``role_first``: its answers begin with a chunk that only has a role."""
 
     chat: bool = False
     role_first: bool = False
@@ -58,13 +58,14 @@ LOADS = (Load(), Load(chat=True), Load(chat=True, role_first=True))
 
 @dataclass(frozen=True)
 class Tool:
-    """A load generator: its words for a server at a URL that save their figures in a file, and how these are read."""
+    """A load generator: its command line for a server at a URL that saves its figures in a file, and the function that
+    reads them."""
 
     words: Callable[[str, Path, Load], list[str]]
     read: Callable[[Any], Figures]
     version: list[str]
     role_is_token: bool = False
-    """Whether it takes a chunk that only has a role for the first token."""
+    """Whether it counts a chunk that only has a role as the first token."""
 
 
 def tandem() -> Tool:
@@ -121,7 +122,7 @@ def _means(saved: Any) -> Figures:
 
 
 def check(tool: Tool, load: Load) -> dict[str, Any]:
-    """What a tool reports, what was done, and by which share they differ."""
+    """Return what a tool reports, what the server wrote, and their relative difference."""
     with mock(load) as url, tempfile.TemporaryDirectory() as directory:
         saved = Path(directory) / "figures.json"
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -139,7 +140,7 @@ def check(tool: Tool, load: Load) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def mock(load: Load) -> Iterator[str]:
-    """The URL of a server with a scripted clock in a process of its own."""
+    """Run a server with a scripted clock in a process of its own; yields its URL."""
     words = [sys.executable, "-m", "bench.load.mock_server", *(["--role-first"] if load.role_first else [])]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -152,7 +153,7 @@ def mock(load: Load) -> Iterator[str]:
 
 def _written(moments: list[list[float]]) -> Figures:
     if len(moments) != REQUESTS:
-        raise StartError("a load is not complete", f"{len(moments)} requests were answered instead of {REQUESTS}", "")
+        raise StartError("a load was not complete", f"{len(moments)} requests were answered instead of {REQUESTS}", "")
     return {
         "ttft": 1000 * statistics.fmean(each[0] for each in moments),
         "tpot": 1000 * statistics.fmean((each[-1] - each[0]) / (len(each) - 1) for each in moments),
@@ -161,7 +162,7 @@ def _written(moments: list[list[float]]) -> Figures:
 
 
 def run(config: BenchCrosscheckConfig) -> int:
-    """Print what each tool reports of each load; exit code 1 if any figure is off by more than ``WITHIN``."""
+    """Print what each tool reports of each load; exit code 1 if a figure is off by more than ``WITHIN``."""
     tools = {"tandem bench serve": tandem()}
     if config.vllm:
         tools["vllm bench serve"] = vllm(config.vllm)

@@ -31,14 +31,14 @@ from common.kv.layout import KvDtype, KvLayout, LayerLayout
 
 
 async def ready(url: str) -> None:
-    """Waits until the system serves."""
+    """Wait until the system serves."""
     async with aiohttp.ClientSession() as session, asyncio.timeout(120):
-        while (await session.get(f"{url}/ready")).status != 200:  # noqa: ASYNC110 - nothing tells of it
+        while (await session.get(f"{url}/ready")).status != 200:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.2)
 
 
 async def load(url: str, requests: int, prompt: int, output: int, concurrency: int) -> float:
-    """Seconds that the requests took from sending to end, on average."""
+    """Return the mean seconds of the requests, from sending to the end."""
     rng, spent, slots = Random(4), [], asyncio.Semaphore(concurrency)
     async with aiohttp.ClientSession() as session:
 
@@ -57,7 +57,7 @@ async def load(url: str, requests: int, prompt: int, output: int, concurrency: i
 
 
 async def handed_over(url: str) -> tuple[float, float]:
-    """(KV bytes, hand-offs) so far."""
+    """Return the KV bytes and the number of hand-offs so far."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
         page = await response.text()
     sums = [r"^tandem_kv_transfer_bytes_total\{.*\} (\S+)", r"^tandem_kv_transfer_seconds_count (\S+)"]
@@ -67,7 +67,8 @@ async def handed_over(url: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Whole:
-    """One request among others: its CPU time in microseconds, seconds in the system, bytes of KV handed over."""
+    """One request among others: its CPU time in microseconds, its seconds in the system, and the bytes of KV handed
+    over."""
 
     cpu_us: float
     seconds: float
@@ -75,7 +76,8 @@ class Whole:
 
 
 def request(model: str, requests: int, prompt: int, output: int, concurrency: int) -> Whole:
-    """The average over a load of ``requests``, ``concurrency`` at a time; each is handed over."""
+    """Return the average over a load of ``requests``, ``concurrency`` at a time, each of which is handed over. Raises
+    StartError if the system does not start or a request was not handed over."""
     command = [sys.executable, "-m", "deploy.cli", "up", model, "--port", "0", "--control-port", "0"]
     command.append("--no-enable-prefix-caching")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as up:
@@ -106,7 +108,8 @@ def request(model: str, requests: int, prompt: int, output: int, concurrency: in
 
 
 def layout_of(model: str, prompt: int, kv_bytes: float) -> KvLayout:
-    """Of the KV that was handed over, whose element type is told by its size."""
+    """Return the layout of the KV that was handed over; its element type follows from its size. Raises StartError if no
+    type fits."""
     config = open_checkpoint(model).config
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

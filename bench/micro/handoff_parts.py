@@ -1,7 +1,7 @@
 """The parts of :mod:`bench.micro.handoff_cost`: each mechanism of fault detection and verification, run alone.
 
-A part is measured many times in its own code. Messages travel between two real sockets, so the figures include
-libzmq's threads. Counts are those of one request of a given :class:`Shape` among others, rounded up where they vary.
+A part is measured many times in its own code. Messages travel between two real sockets, so the figures include libzmq's
+threads. Counts are those of one request of a given :class:`Shape` among others, rounded up where they vary.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ PREFILL, DECODE = Incarnation("p" * 16), Incarnation("d" * 16)
 
 @dataclass(frozen=True)
 class Shape:
-    """One request of ``prompt`` and ``output`` tokens whose KV has ``layout``, among ``live`` at a time."""
+    """A request of ``prompt`` and ``output`` tokens whose KV has ``layout``, among ``live`` at a time."""
 
     prompt: int
     output: int
@@ -91,7 +91,7 @@ class Shape:
     layout: KvLayout
 
     def frames(self) -> list[Rectangle]:
-        """The cells of each frame of the hand-off."""
+        """Return the cells of each frame of the hand-off."""
         outbox = Outbox(self.layout, 0, self.prompt)
         steps = itertools.product(range(0, self.prompt, CHUNK), range(1, len(self.layout.layers) + 1))
         found = []
@@ -102,7 +102,7 @@ class Shape:
 
 
 def microseconds(action: Callable[[], object], rounds: int = 7, seconds: float = 0.05) -> float:
-    """CPU time of one call, of all threads, in microseconds: the median of ``rounds`` rounds of about ``seconds``."""
+    """Return the CPU microseconds of one call in all threads: the median of ``rounds`` rounds of about ``seconds``."""
     action()
     count, began = 1, time.process_time()
     while time.process_time() - began < seconds / 10:
@@ -137,7 +137,7 @@ class Wire:
         self._channels.register(self._dealer)
 
     def there(self, message: Message, kind: Any) -> Any:
-        """``message``, sent and received."""
+        """Send ``message`` and return it as received."""
         assert send(self._router, message, b"dealer")
         while (got := receive(self._dealer, kind)) is None:
             self._channels.poll(1.0)
@@ -148,7 +148,7 @@ class Wire:
 
 
 def lease(wire: Wire, live: int) -> float:
-    """One lease: packed, sent, read and compared; and its answer."""
+    """Measure one lease (packed, sent, read and compared) and its answer."""
     there = transfers(live)
     held = set(there)
 
@@ -161,7 +161,7 @@ def lease(wire: Wire, live: int) -> float:
 
 
 class Watch:
-    """The coordinator's side of one worker with ``live`` streams: its heartbeats, and looks at the clock."""
+    """The coordinator's side of one worker with ``live`` streams: its heartbeats and periodic checks."""
 
     def __init__(self, live: int) -> None:
         self._loop = asyncio.new_event_loop()
@@ -187,11 +187,11 @@ class Watch:
         self._beat = Heartbeat(DECODE, 9, b"".join(records), 9, 9, 9, 9, 9, 9, -1, False, COUNTERS, 40)
 
     def heartbeat(self, wire: Wire) -> float:
-        """One heartbeat: sent, understood, and compared with what the worker should have."""
+        """Measure one heartbeat: sent, decoded, and compared with what the worker should have."""
         registry = self.gateway.registry
 
         def once() -> None:
-            self.gateway.times_emptied += 1  # else a look would be saved
+            self.gateway.times_emptied += 1  # else the check would be skipped
             registry.beat(self.worker, wire.there(self._beat, FromWorker), self.gateway.clock())
             assert not registry.hangs(self.worker)
             self.dispatcher.beat(self.worker)
@@ -199,7 +199,7 @@ class Watch:
         return microseconds(once)
 
     def look(self) -> float:
-        """One look for silence and stalls, and one whether a cool-down has ended."""
+        """Measure one check for silence and stalls, and one whether a breaker's cool-down has ended."""
 
         def once() -> None:
             now = self.gateway.clock()
@@ -225,7 +225,7 @@ def _hello() -> Hello:
 
 
 def snapshot(live: int) -> float:
-    """What a worker notes of itself in every turn of its loop, for its heart to tell."""
+    """Measure the status that a worker publishes for its heartbeat thread in every turn of its loop."""
     cache = KvCache(1000, BLOCK_SIZE, model_fingerprint="", kv_dtype="float32")
     there = set(transfers(live))
     worker = SimpleNamespace(
@@ -246,8 +246,8 @@ def snapshot(live: int) -> float:
 
 
 def digests(shape: Shape) -> float:
-    """What stands before each message between coordinator and workers: made once and compared once. A step's tokens
-    travel in one message for all streams."""
+    """Measure the digest in front of each message between coordinator and workers: computed once and compared once. The
+    tokens of a step travel in one message for all streams."""
     request = Request(RequestId(bytes(16)), bytes(4 * shape.prompt), SamplingParams(max_tokens=shape.output, seed=1))
     peer = Peer(WorkerName("decode-0"), DECODE, "tcp://127.0.0.1:12345", "host" * 8, "float32", bytes(16))
     ones = (1,) * shape.live
@@ -266,7 +266,7 @@ def _digest(message: Message) -> float:
 
 
 def fencing(output_tokens: int) -> float:
-    """Every span of a stream goes through the one door that knows attempts, repeats and gaps."""
+    """Measure the check of every span of a stream for attempts, repeats and gaps (:meth:`RequestState.accept`)."""
 
     def stream() -> None:
         life = RequestState(1)
@@ -282,7 +282,8 @@ def fencing(output_tokens: int) -> float:
 
 
 def checksums(shape: Shape) -> float:
-    """Both sides hash every byte once, fold the frames' checksums, and protect and check each header."""
+    """Measure the checksums: both sides hash every byte once, fold the frames' checksums, and protect and check each
+    header."""
     total = 0.0
     for cells, same in itertools.groupby(shape.frames(), key=lambda cells: (len(cells.layers), len(cells.tokens))):
         frames = list(same)
@@ -297,7 +298,7 @@ def checksums(shape: Shape) -> float:
 
 
 def acks(wire: Wire, shape: Shape) -> float:
-    """One acknowledgement per frame, with the credit for the next ones; sent and booked."""
+    """Measure one acknowledgement per frame, with the credit for the next frames: sent and booked."""
     frames, there = len(shape.frames()), transfers(shape.live)
     book, received = CreditBook(), 0
     for transfer in there:
@@ -316,8 +317,8 @@ def acks(wire: Wire, shape: Shape) -> float:
 
 
 def handshake(wire: Wire, shape: Shape, seconds: float) -> float:
-    """The messages of one hand-off; its announcement is repeated for as long as the prompt is not computed, at most
-    for the ``seconds`` that the request takes."""
+    """Measure the messages of one hand-off. Its announcement is repeated while the prompt is computed, at most for the
+    ``seconds`` that the request takes."""
     id, shown = RequestId(bytes(16)), bytes(16)
     opened = Open(id, 0, PREFILL, shape.prompt, "l" * 16, "float32", "h" * 32, "p" * 32, 1000, BLOCK_SIZE, 1, shown)
     first = bytes(4), (0,), (-1,), (None,), {"queue_ms": 1.5, "prefill_ms": 150.5, "cached_tokens": 0.0}
@@ -336,7 +337,7 @@ def handshake(wire: Wire, shape: Shape, seconds: float) -> float:
 
 
 def proofs() -> float:
-    """An Open and a Grant, each shown and checked."""
+    """Measure the proofs of an Open and a Grant, each computed and checked."""
     token, transfer = os.urandom(16), transfers(1)[0]
     shown = proof(token, transfer, "open")
     return 2 * (
@@ -346,8 +347,8 @@ def proofs() -> float:
 
 
 def timers(shape: Shape, seconds: float) -> float:
-    """Both sessions look at their timers in every turn of their workers' loops: after each step and message, and every
-    TIMER_S, at most for as long as the request is there."""
+    """Measure the timers of both sessions, which are checked in every turn of their workers' loops: after each step and
+    message, and every TIMER_S, at most while the request lives."""
     transfer = transfers(1)[0]
     sender = SenderSession(transfer, shape.layout, shape.prompt, 0.0, TransferLimits())
     receiver = ReceiverSession(transfer, shape.layout, shape.prompt, 0, 0.0, TransferLimits())
@@ -362,7 +363,8 @@ def timers(shape: Shape, seconds: float) -> float:
 
 
 def parts(shape: Shape, seconds: float) -> Iterator[tuple[str, float]]:
-    """What each safeguard costs one request of ``shape`` that is in the system for ``seconds``, in microseconds."""
+    """Yield the CPU microseconds that each safeguard costs one request of ``shape`` that is in the system for
+    ``seconds``."""
     wire, watch, share = Wire(), Watch(shape.live), 1 / shape.live
     try:
         beats, looks, steps = seconds / TIMES.heartbeat_s, seconds / TIMES.sweep_s, shape.output + shape.prompt / CHUNK

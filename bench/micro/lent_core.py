@@ -1,8 +1,8 @@
-"""What a lent core is worth to the engine: ``python -m bench.micro.lent_core MODEL``.
+"""``tandem bench lent-core``: how much a lent core speeds up steps of the engine.
 
-Steps of one engine on this process's first core, with and without the second one lent to it, as a worker that rests
-lends it (:mod:`common.platform.core_lease`): streams by their number, then prompts by their tokens. Both are timed in
-turn.
+Steps of one engine run on this process's first core, with and without the second core lent to it as an idle worker
+lends it (:mod:`common.platform.core_lease`): decode by number of streams, then prompts by number of tokens. The two
+kinds are timed in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAMS, PROMPTS = (4, 8, 16, 32, 64), (16, 64, 512)
 
 
 def batches(block_size: int) -> Iterator[tuple[str, Batch]]:
-    """What is timed, by name."""
+    """Yield each batch that is timed, with its name."""
     for count in STREAMS:
         yield f"{count} streams", uniform(block_size, count, CONTEXT - 1, 1)
     for tokens in PROMPTS:
@@ -36,15 +36,15 @@ def batches(block_size: int) -> Iterator[tuple[str, Batch]]:
 
 
 def measure(model: str, own: int, other: int, repeats: int) -> Iterator[tuple[str, float, float]]:
-    """Each step's name, and the median of its seconds on core ``own`` alone and with ``other`` lent to it. StartError
-    without kernels that can borrow."""
+    """Yield each step's name, and the median seconds on core ``own`` alone and with ``other`` lent to it. Raises
+    StartError without compiled kernels, which are the ones that can use a lent core."""
     device.pin((own,), 1)
     from common.engine.runner import load_engine
     from common.kernels import cpu
 
     if (library := cpu.library()) is None:
         raise StartError(
-            "nothing can be borrowed", "there are no compiled kernels", "install a C compiler, then Tandem"
+            "no core can be borrowed", "there are no compiled kernels", "install a C compiler, then Tandem"
         )
     checkpoint = open_checkpoint(model)
     most = max(STREAMS)
@@ -79,10 +79,10 @@ def measure(model: str, own: int, other: int, repeats: int) -> Iterator[tuple[st
 
 
 def run(config: BenchLentCoreConfig) -> int:
-    """Print each step as it is measured. Raise StartError if this process may use only one core."""
+    """Print each step as it is measured. Raises StartError if this process may use only one core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise StartError("nothing can be lent", "this process may use one core", "give it a second one")
+        raise StartError("no core can be lent", "this process may use only one core", "allow it a second one")
     print("| step | alone | with a lent core | times as fast |\n|---|---|---|---|", flush=True)
     found = {}
     for name, alone, helped in measure(config.model or str(builtin.path()), cores[0], cores[1], config.repeats):

@@ -1,9 +1,9 @@
-"""How fast KV travels between two processes, by link: ``python -m bench.micro.wire``.
+"""``tandem bench wire``: how fast KV travels between two processes, by link.
 
-The real hand-off (:mod:`kvtransfer.sender` to :mod:`kvtransfer.receiver`, checksums, credit, acknowledgements) over TCP
-on loopback, encrypted and not, and out of shared memory, from a pool in this process to a pool in another one. The rate
-is that of a whole transfer, from its announcement to its acceptance: over TCP what a network that is faster than the
-processes would see.
+Runs the real hand-off (:mod:`kvtransfer.sender` to :mod:`kvtransfer.receiver`, with checksums, credit and
+acknowledgements) from a pool in this process to a pool in another one: over TCP on loopback, encrypted and not, and
+through shared memory. The rate is that of a whole transfer, from its announcement to its acceptance. Over TCP it is
+what a network that is faster than the processes would see.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Sender, Shipped
 
 LAYOUT = KvLayout((LayerLayout(8, 128, 128),) * 32, "bfloat16", 16)
-"""A Llama of 8 billion parameters: 128 KiB per token."""
+"""KV layout of a Llama of 8 billion parameters: 128 KiB per token."""
 LINKS = (("shared memory", "shm", False), ("ZeroMQ", "zmq", False), ("ZeroMQ, encrypted", "zmq", True))
-"""Each by name, ``--kv-transport``, and whether it is encrypted."""
+"""Name of each link, its ``--kv-transport``, and whether it is encrypted."""
 _FIRST = FirstTokens(b"\0\0\0\0", (0,), (-1,), (None,))
 _PUMP_S = 0.005
 _TOKEN = b"t" * 16
 
 
 def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, tokens: int) -> None:
-    """The decode end: expects every transfer that it is told of, and says when it has ended."""
-    malloc.keep_freed()  # as workers do
+    """Run the decode end: expect every transfer that ``pipe`` announces, and acknowledge each announcement."""
+    malloc.keep_freed()  # as in workers
     memory = KvMemory(LAYOUT, LAYOUT.blocks_for(tokens))
-    memory.raw[:] = 0  # touched, so that no page is given out while the clock runs
+    memory.raw[:] = 0  # touch all pages, so that no page fault is measured
     channels = Channels(keys.load(key_file, "decode"), encrypt_kv=encrypt)
     receiver = Receiver(channels, memory, host_id(), "tcp://127.0.0.1:*", transport=transport)
     channels.register(pipe.fileno())
@@ -71,8 +71,8 @@ def _table(memory: KvMemory) -> list[BlockId]:
 
 
 def measure(transport: str, tokens: int, repeats: int, *, encrypt: bool = False) -> list[float]:
-    """Bytes per second of each of ``repeats`` transfers of ``tokens`` tokens by ``transport``, after one that does not
-    count."""
+    """Return the bytes per second of each of ``repeats`` transfers of ``tokens`` tokens by ``transport``, after one
+    transfer to warm up."""
     malloc.keep_freed()
     with tempfile.TemporaryDirectory() as directory:
         key_file = Path(directory) / "cluster.key"

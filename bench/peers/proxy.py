@@ -1,9 +1,9 @@
-"""``python -m bench.peers.proxy PORT PREFILL DECODE``: one address before a prefill and a decode server of vLLM.
+"""One address in front of a prefill and a decode server of vLLM; :mod:`bench.peers.vllm` starts it as a process.
 
-vLLM's hand-off is the client's business: a prompt is sent to the prefill server, asking for one token and for KV that
-stays; its answer says where that is, and with this the same request is sent to the decode server, whose stream is the
-answer. Everything else (models, tokenizer) is asked of the decode server. No more is done than that needs, since what
-stands here is measured as vLLM.
+vLLM leaves the hand-off to the client: a prompt is sent to the prefill server with a request for one token and for KV
+that stays; the answer says where the KV is, and the same request is then sent with it to the decode server, whose
+stream is the answer. Everything else (models, tokenizer) is passed to the decode server. The proxy does no more than
+that, because it is measured as part of vLLM.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aiohttp import web
 
 MAX_BODY_BYTES = 64 << 20
 KEPT_S = 2.0
-"""vLLM's server closes an idle connection after 5 s, also while a request is on its way to it."""
+"""Seconds that an idle connection is kept: vLLM's server closes one after 5 s, even if a request is on its way."""
 _WHOLE_ANSWER = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
-"""Fields that say how an answer is given; prefill gives none."""
+"""Fields that describe how an answer is returned; prefill returns none."""
 _STAYS: dict[str, Any] = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -30,13 +30,13 @@ _STAYS: dict[str, Any] = {
 
 
 def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
-    """What the prefill server is asked for a client's request: one token, and KV that stays until it is fetched."""
+    """Return the request to the prefill server: one token, and KV that stays until it is fetched."""
     rest = {name: value for name, value in body.items() if name not in _WHOLE_ANSWER}
     return rest | {"max_tokens": 1, "stream": False, "kv_transfer_params": _STAYS}
 
 
 class Proxy:
-    """The application before the servers at two URLs."""
+    """The application in front of the servers at two URLs."""
 
     def __init__(self, prefill: str, decode: str) -> None:
         self._prefill, self._decode = prefill.rstrip("/"), decode.rstrip("/")
@@ -58,7 +58,7 @@ class Proxy:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
-        headers = {"X-Request-Id": uuid.uuid4().hex}  # both servers know the request by it
+        headers = {"X-Request-Id": uuid.uuid4().hex}  # identifies the request on both servers
         ask = for_prefill(body)
         async with self._session.post(self._prefill + request.path, json=ask, headers=headers) as built:
             if built.status != 200:

@@ -1,8 +1,8 @@
-"""vLLM's CPU build, served on given cores for as long as it is measured.
+"""vLLM's CPU build, served on given cores while it is measured.
 
-``colocated`` is one server; ``1p1d`` a prefill and a decode server with one half of the cores each, joined by its
-NixlConnector over sockets and shared memory, behind :mod:`bench.peers.proxy`. Only its compute threads are bound to
-cores, as only Tandem's workers are.
+``colocated`` is one server. ``1p1d`` is a prefill and a decode server with half of the cores each, joined by vLLM's
+NixlConnector over sockets and shared memory, behind :mod:`bench.peers.proxy`. Only the compute threads are bound to
+cores, as with Tandem's workers.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ READY_S = 600.0
 _TODO = "try the same vllm serve"
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PORTS_FROM, _TRIES = 20000, 100
-"""Below the ports of connections where these are the usual ones, which are those from 32768 on."""
+"""Below the ports that connections are usually given, which start at 32768."""
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _KV_TRANSFER = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}'
 
 
 def program(environment: Path, name: str) -> Path:
-    """A program of an environment folder, or of the folder ``venv`` in it."""
+    """Return a program of an environment folder, or of the folder ``venv`` in it."""
     inner = environment / "venv" / "bin" / name
     return inner if inner.exists() else environment / "bin" / name
 
 
 def check_installed(environment: Path) -> None:
-    """StartError, in words, unless vLLM can be started from there."""
+    """Raise StartError unless vLLM can be started from there."""
     if not program(environment, "vllm").exists():
         todo = "tandem bench install-peers FOLDER, then --peers FOLDER"
         raise StartError(f"there is no vLLM in {environment}", f"{program(environment, 'vllm')} is missing", todo)
 
 
 def version(environment: Path) -> str:
-    """Of what is installed there, as it calls itself."""
+    """Return the version that is installed there, as vLLM reports it."""
     inner = environment / "venv" if (environment / "venv" / "bin" / "vllm").exists() else environment
     entries = sorted(inner.glob("lib/python*/site-packages/vllm-*.dist-info"))
     return entries[-1].name.removesuffix(".dist-info") if entries else "vllm"
 
 
 class Peer:
-    """A running vLLM: the ``url`` where it is asked, and its servers, each with its own."""
+    """A running vLLM: the ``url`` to send requests to, and its servers with their own URLs."""
 
     def __init__(self, url: str, servers: Sequence[tuple[Process, str]]) -> None:
         self.url = url
         self._servers, self._paused = servers, False
 
     def pause(self) -> None:
-        """Halts it while others are measured: a worker that has NIXL polls without a rest, on all of its cores."""
+        """Stop its processes while others are measured: a worker with NIXL polls without pause on all of its cores."""
         if not self._paused:
             for process, _ in self._servers:
                 process.pause()
         self._paused = True
 
     def resume(self) -> None:
-        """Lets it go on; it has answered when this returns, and so has closed whatever connection grew too old."""
+        """Continue them. Returns when the servers have answered, and so have closed every connection that grew too
+        old."""
         if self._paused:
             for process, _ in self._servers:
                 process.resume()
@@ -78,8 +79,8 @@ class Peer:
 def running(
     environment: Path, model: str, mode: Mode, cores: Sequence[int], *, kv_gib: int = 1, flags: Sequence[str] = ()
 ) -> Iterator[Peer]:
-    """A ready vLLM that serves ``model`` with ``flags``, ``kv_gib`` GiB of KV cache in each server.
-    StartError if it is not installed or does not start; nothing of it is left behind."""
+    """Run a ready vLLM that serves ``model`` with ``flags`` and ``kv_gib`` GiB of KV cache in each server. Raises
+    StartError if it is not installed or does not start; ends all of its processes."""
     check_installed(environment)
     with contextlib.ExitStack() as stack:
         if mode == "colocated":
@@ -111,7 +112,8 @@ def _server(
     flags: Sequence[str],
     side: int | None = None,
 ) -> Iterator[tuple[Process, str]]:
-    """A server and its URL; ``side`` is where it tells the other one about its memory."""
+    """Run a server; yields it with its URL. ``side`` is the port of the NIXL side channel, through which it describes
+    its memory to the other server."""
     environ = {
         **_QUIET,
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
@@ -129,10 +131,10 @@ def _ready(process: Process, url: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, if possible one that no connection is given by chance: a minute passes until
-    vLLM listens on it."""
+    """Return a port without a listener, if possible one that no outgoing connection is given by chance: a minute passes
+    until vLLM listens on it."""
     first = max(int(_EPHEMERAL.read_text().split()[0]), _PORTS_FROM + _TRIES)
     for port in (*random.sample(range(_PORTS_FROM, first), _TRIES), 0):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
-    raise StartError("there is no port for vLLM", "all are in use", "end what listens on them")
+    raise StartError("there is no port for vLLM", "all are in use", "stop a program that listens")

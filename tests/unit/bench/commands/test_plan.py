@@ -375,10 +375,10 @@ def test_what_it_cannot_be_checked_against_is_refused_before_anything_is_measure
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-WAY = "no time for the way to a server and back, some milliseconds before the first token"
+WAY = "no network time, some milliseconds before the first token"
 LINK = "1.0 GiB per second between two workers (--link-rate)"
 LENT = (
-    "to a step, a worker that rests is worth 0.6 of one from 16 tokens on and 0.9 of one from 128 tokens on "
+    "an idle worker adds 0.6 of a worker from 16 tokens on and 0.9 of a worker from 128 tokens on to a step "
     "(--no-lend-cores: none)"
 )
 

@@ -267,7 +267,7 @@ def test_the_commit_is_marked_where_files_differ_other_than_figures(
     figures.write_text("2")
     (tmp_path / "new").touch()
     clean = provenance()["commit"]
-    assert len(clean) == 12 and f"commit {clean}" in results.told()
+    assert len(clean) == 12 and f"commit {clean}" in results.provenance_line()
     code.write_text("2")
     assert provenance()["commit"] == f"{clean}+"
 

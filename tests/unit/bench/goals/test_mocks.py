@@ -123,7 +123,7 @@ from bench.goals import mocks
 from bench.goals.coordinator import Children
 if __name__ == "__main__":
     children = Children()
-    children.told(mocks.replay, [b"data: x"], 0.01)
+    children.start_and_receive(mocks.replay, [b"data: x"], 0.01)
     print(children.processes[0].pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
