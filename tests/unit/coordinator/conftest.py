@@ -1,4 +1,4 @@
-"""Fixtures of whatever asks a coordinator over real sockets."""
+"""Fixtures for tests that query a coordinator over real sockets."""
 
 from __future__ import annotations
 

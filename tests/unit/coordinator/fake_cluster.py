@@ -39,13 +39,13 @@ def _validator(name: str) -> jsonschema.Draft202012Validator:
 
 
 def valid(name: str, body: Any) -> Any:
-    """``body``, which must be what OpenAI's schema ``name`` says."""
+    """Return ``body`` after checking it against OpenAI's schema ``name``."""
     _validator(name).validate(body)
     return body
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
-    """Waits for something that another thread or task does."""
+    """Wait until another thread or task has made ``condition`` true."""
     async with asyncio.timeout(scaled(seconds)):
         while not condition():  # noqa: ASYNC110 - what is waited for knows no event loop
             await asyncio.sleep(0.005)
@@ -54,7 +54,7 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 5.0
 
 @dataclass
 class Cluster:
-    """``url`` of the server, its parts, and the fakes."""
+    """A running coordinator (``url``), its parts, and its fake workers."""
 
     services: Services
     url: str
@@ -74,7 +74,7 @@ class Cluster:
         return worker
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[aiohttp.ClientResponse, Any]:
-        """The response and its JSON body."""
+        """Post ``body``; return the response and its JSON body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.client.post(f"{self.url}{path}", data=io.BytesIO(data), **options) as response:
             return response, await response.json()
@@ -84,7 +84,7 @@ class Cluster:
             return response, await response.json()
 
     async def stream(self, path: str, body: Any) -> tuple[aiohttp.ClientResponse, list[Any]]:
-        """The response and the data of its events; the last one must be [DONE]."""
+        """Post ``body`` as a stream; return the response and its events. The last event must be [DONE]."""
         async with self.client.post(f"{self.url}{path}", json={**body, "stream": True}) as response:
             assert response.content_type == "text/event-stream", await response.text()
             text = await response.text()
@@ -93,7 +93,7 @@ class Cluster:
         return response, [json.loads(event) for event in events[:-1]]
 
     async def idle(self) -> None:
-        """Nothing is left: no request, no promise, nothing on any living worker."""
+        """Wait until nothing is left: no request, no promise, and no work on any living worker."""
         await until(lambda: not self.dispatcher.records, "all requests end")
         assert self.dispatcher.admission.requests == self.dispatcher.admission.tokens == 0
         for account in self.dispatcher.router.accounts.values():
@@ -103,7 +103,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def open_cluster(model: Path, *roles: Role, **options: Any) -> AsyncIterator[Cluster]:
-    """A serving coordinator with one fake worker per role; everything must be idle at the end."""
+    """Run a coordinator with one fake worker per role; everything must be idle at the end."""
     config = CoordinatorConfig(**{"model": str(model), "served_model_name": "tiny", "control_port": 0, **options})
     async with create_app(config) as app:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -125,7 +125,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 def letters(text: str) -> Any:
-    """A script that says ``text`` and then ends; every character is one token."""
+    """Return a script that produces ``text``, one token per byte, and then ends."""
     from coordinator.text.tokenizer import _BYTE_OF
 
     byte_tokens = {value: index for index, value in enumerate(sorted(_BYTE_OF), start=8)}
@@ -139,7 +139,7 @@ def letters(text: str) -> Any:
 
 
 async def prefilled(cluster: Cluster, count: int) -> list[Request]:
-    """The requests that the first worker was given, once they are so many: decode may have been faster."""
+    """Wait until the first worker has got ``count`` requests; return them. Decode may get its message earlier."""
     worker = cluster.workers[0]
     await until(lambda: len(worker.got(Prefill)) == count, f"prefill has {count} requests")
     return [sent.request for sent in worker.got(Prefill)]
@@ -150,7 +150,7 @@ def chat_of(content: str) -> dict[str, Any]:
 
 
 class Held:
-    """Texts whose tokens are held back until ``go_on``."""
+    """A tokenizer whose tokens are held back until ``go_on`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
         self.begun: list[str] = []
@@ -166,7 +166,7 @@ class Held:
 
 
 def _narrow(port: int) -> socket.socket:
-    """A connection on which little is under way."""
+    """Return a connection with a small receive buffer."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))
@@ -176,7 +176,7 @@ def _narrow(port: int) -> socket.socket:
 async def _ask_and_read_no_more(
     cluster: Cluster, asked: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A client that reads nothing so far, with buffers so small that the server notices soon."""
+    """Send a request and read nothing, with buffers so small that the server notices soon."""
     body = json.dumps(asked)
     connection = _narrow(int(cluster.url.rsplit(":", 1)[1]))
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def coordinator(model: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A running coordinator: the process, its URL and its control address."""
+    """Start a coordinator; yield the process, its URL and its control address."""
     config = json.dumps({"model": str(model), "port": 0, "control_port": 0, **options})
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, config], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -102,7 +102,7 @@ def test_an_ipv6_host_makes_an_url_that_works(model: Path) -> None:
 def test_a_second_signal_does_not_wait_for_what_runs(
     model: Path, ctrl_c: signal.Handlers, request: pytest.FixtureRequest
 ) -> None:
-    """Nor without Ctrl-C, which a shell keeps from what a script starts in the background: there is no launcher."""
+    """This also holds where SIGINT is ignored, as a shell arranges for background jobs, and without a launcher."""
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, ctrl_c)))
     with coordinator(model, drain_timeout=60) as (process, url, address):
         worker = FakeWorker("colocated", address, fingerprint(model), delay_s=60).start()

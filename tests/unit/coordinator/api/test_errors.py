@@ -1,4 +1,4 @@
-"""Requests that are refused: the shape of errors, and what is too long."""
+"""Refused requests: the shape of errors, and the errors for too long input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI endpoints: what is taken, and how the rest is refused."""
+"""Bodies of the OpenAI endpoints: which are accepted, and how the others are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(_KEYS, inner), max_size=3).map(tuple),
     max_leaves=8,
 )
-"""Values of JSON, an object as a tuple of its members: a key may be there twice."""
+"""JSON values; an object is a tuple of its members, so that a key may occur twice."""
 
 
 def _written(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Workers at the coordinator's control port: who is let in with which key, and who is cut off."""
+"""Workers at the coordinator's control port: which keys are let in, and which peers are cut off."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role
 
 
 def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) -> None:
-    """Neither by another process of that name, nor under the identity of its sockets as far as others know it."""
+    """Neither another process with that name can take it, nor a socket with an identity that others can guess."""
     hello = hello_of("decode")
     worker = door.dial("decode", identity(hello.name, hello.incarnation, "its own"))
     send(worker, hello)
@@ -43,7 +43,7 @@ def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) 
     (here,) = door.registry
     other = msgspec.structs.replace(hello, incarnation="another")
     newcomer = door.dial("decode", identity(other.name, other.incarnation))
-    for _ in range(STRIKES + 1):  # it may try again and again
+    for _ in range(STRIKES + 1):  # a newcomer may try again and again
         send(newcomer, other)
         answer = door.answer(newcomer)
         assert isinstance(answer, NameTaken) and f"process {hello.pid} of {hello.host}" in answer.reason
@@ -66,7 +66,7 @@ def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) 
 
 
 def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(door: Door) -> None:
-    """Its connection breaks, and its heart is heard before it can say Hello."""
+    """Its connection breaks, and its heartbeat arrives before it can send Hello."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation, "its own")
     worker, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
@@ -119,7 +119,7 @@ VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "older, with fewer fields": lambda row: [row[0], 1, *row[2:5]],
     "with nothing but its number": lambda row: row[:2],
 }
-"""What another version's Hello may look like: a tag and a number, and whatever it has."""
+"""Possible forms of another version's Hello: a tag, a number, and any fields."""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -141,9 +141,8 @@ def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door
     control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
     door.registry.awaits(hello.name, hello.host, hello.pid, clock() - 7)
 
-    def answered() -> (
-        bool
-    ):  # the first beat may be read before the other connection is there, over which it is answered
+    def answered() -> bool:
+        # Repeated: the first beat may be read before the control connection, which carries the answer, is open.
         send(heart, beat(hello.incarnation, turn_ms=60_000, expected_ms=20_000))
         door.gateway._read()
         return bool(control.poll(20))
@@ -155,7 +154,7 @@ def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door
 
 
 def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(door: Door) -> None:
-    """What it goes on saying means nothing here; it is asked for its Hello, as any stranger is."""
+    """Its other messages cannot be understood here; it is asked for its Hello, as any unknown peer is."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation)
     control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
@@ -191,7 +190,7 @@ def test_a_stranger_that_says_no_message_of_any_version_is_cut_off(door: Door, s
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, "1", 1.5, None])
 def test_a_hello_that_makes_no_sense_is_a_strike(door: Door, protocol: Any) -> None:
-    """One of our own version, or of none."""
+    """The Hello has our own version number, or none that is valid."""
     hello = hello_of("decode")
     socket = door.dial("decode", identity(hello.name, hello.incarnation))
     row = ["hello", protocol, *msgspec.structs.astuple(hello)[1:], "more"]
@@ -250,7 +249,8 @@ def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
 def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
     cluster_key: Path, keyed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it is, a turn reads a bounded number of parts, and the others' silence meanwhile is our lag."""
+    """One turn reads a bounded number of parts however long the message is, and the silence of the others meanwhile
+    counts as the coordinator's lag."""
     door, received = Door(cluster_key if keyed else None), counted(monkeypatch)
     gateway = door.gateway
     try:
@@ -276,7 +276,7 @@ def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
             until(lambda beats=beats: gateway._read() or door.beats > beats, "what came behind it is heard")
             worker_here = door.registry.get(hello.incarnation)
             assert worker_here is not None and worker_here.beat is not None
-            read_at = began + 20 * (strike - 1)  # not later than what came before it
+            read_at = began + 20 * (strike - 1)  # not after the message in front of it
             door.registry.beat(worker_here, worker_here.beat, read_at)
             assert gateway.sweep(began + 20 * strike) and not door.lost_workers
         assert gateway.strikes.cut_off == 1 and door.registry.get(hello.incarnation) is not None

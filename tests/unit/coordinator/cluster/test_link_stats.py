@@ -1,4 +1,4 @@
-"""When the coordinator tries a link, and what it learns."""
+"""Statistics of links: when the coordinator measures a link, and what it learns."""
 
 from __future__ import annotations
 

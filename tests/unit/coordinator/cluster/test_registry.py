@@ -1,4 +1,4 @@
-"""Workers: who may join, who is gone, what they have cached."""
+"""The registry of workers: which may join, which are gone, which prefixes they have cached."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
     join(registry, "p0", "i0", "prefill", kv_encryption="curve")
     verdict = registry.join(hello("d0", "i1", kv_encryption="none"), 0.0)
     assert isinstance(verdict, JoinRefused) and "--kv-encryption none, but curve of p0" in verdict.reason
-    join(registry, "c0", "i2", "colocated", kv_encryption="none")  # hands nothing over
+    join(registry, "c0", "i2", "colocated", kv_encryption="none")  # it hands nothing over
     decode = join(registry, "d0", "i3", kv_encryption="curve")
     registry.gone(decode)
     registry.gone(next(worker for worker in registry if worker.role == "prefill"))
-    join(registry, "d0", "i4", kv_encryption="none")  # nobody is left who thinks otherwise
+    join(registry, "d0", "i4", kv_encryption="none")  # all workers with the other setting are gone
 
 
 def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
@@ -138,7 +138,7 @@ def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
     verdict = registry.join(hello("d0", "i1", links=("zmq",)), 0.0)
     assert isinstance(verdict, JoinRefused) and "--kv-transport zmq, but shm of p0" in verdict.reason
     join(registry, "d1", "i2", links=("shm", "zmq"))
-    join(registry, "c0", "i3", "colocated", links=("zmq",))  # hands nothing over
+    join(registry, "c0", "i3", "colocated", links=("zmq",))  # it hands nothing over
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:1"])
@@ -147,7 +147,7 @@ def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
 def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_it(
     first: Role, address: str, far: str
 ) -> None:
-    """Machines that were cloned have one name; processes of one network may be other users', or share no memory."""
+    """Cloned machines share a host name; processes in one network may belong to other users or share no memory."""
     registry = Registry("f")
     near = {"host": "vm", "host_id": "boot/ipc:[1]:net:[1]/0"}
     hellos = [hello("p0", "i0", "prefill", **near)]
@@ -157,7 +157,7 @@ def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_i
     assert isinstance(registry.join(hellos[0], 0.0), WorkerHandle)
     verdict = registry.join(hellos[1], 0.0)
     assert isinstance(verdict, JoinRefused) and f"{address} of d0 on vm, which p0 on vm cannot reach" in verdict.reason
-    join(registry, "c0", "i2", "colocated", host_id=far)  # nobody dials it
+    join(registry, "c0", "i2", "colocated", host_id=far)  # a colocated worker is never dialed
     joined = hellos[0].host_id.replace("ipc:[1]", "ipc:[3]").replace("/0", "/1000")
     join(registry, "x0", "i3", hellos[1].role, host_id=joined)
 
@@ -199,7 +199,7 @@ def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_aga
     registry = Registry("f")
     worker = join(registry)
     registry.sweep(0.0)
-    registry.beat(worker, beat("i0"), 10.0)  # what waited for us is read before the sweep
+    registry.beat(worker, beat("i0"), 10.0)  # the waiting heartbeat is read before the sweep
     assert registry.sweep(10.0) == [] and worker.heard_at == 10.0
     assert registry.sweep(10.0 + TIMES.sweep_s) == []
     now = 10.0 + TIMES.sweep_s
@@ -211,7 +211,7 @@ def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_aga
 
 @pytest.mark.parametrize("late_s", [0.01, 0.1, 0.25, 0.5, 1.0])
 def test_a_coordinator_that_is_always_late_notices_silence_all_the_same(late_s: float) -> None:
-    """One lag is excused, the longest; between two of them it did listen."""
+    """Only the longest lag is excused; between two lags the coordinator did listen."""
     registry = Registry("f")
     join(registry)
     now = 0.0
@@ -263,7 +263,7 @@ def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
 
 
 def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
-    """But one whose heart is not heard for as long as a lease never will be."""
+    """But a worker whose first heartbeat does not come within a lease is given up."""
     registry = Registry("f")
     worker, gone_at = join(registry), 0.0
     for step in range(1, 100):
@@ -277,8 +277,8 @@ def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
 def beaten(
     registry: Registry, worker: WorkerHandle, turn_ms: Callable[[float], int], answers_until: float
 ) -> float | None:
-    """For a minute a heart beats and leases are sent; when the worker was given up. It answers at the beginning of each
-    of its turns, the running one of which has taken ``turn_ms``."""
+    """Send heartbeats and leases for a minute; return when the worker was given up, or None. It acknowledges leases at
+    the beginning of each of its turns; ``turn_ms`` gives the running time of the current turn."""
     for step in range(1, 240):
         now = step * TIMES.sweep_s
         if registry.sweep(now):
@@ -295,7 +295,7 @@ def beaten(
 
 @pytest.mark.parametrize("turn_s", [0.0, 0.3, 1.0, 3.0])
 def test_who_does_not_answer_its_leases_is_gone_though_its_heart_beats(turn_s: float) -> None:
-    """It hears nothing, or is not heard: which of them it is nobody can tell."""
+    """The coordinator cannot know whether the worker receives nothing or its answers are lost."""
     registry = Registry("f")
     worker = join(registry)
     registry.sweep(0.0)
@@ -311,7 +311,7 @@ def test_who_does_not_answer_its_leases_is_gone_though_its_heart_beats(turn_s: f
 
 
 def test_who_has_answered_what_we_have_not_read_yet_is_kept() -> None:
-    """Under a backlog a heartbeat overtakes the answers."""
+    """While messages queue up, a heartbeat can overtake the lease acknowledgements."""
     registry = Registry("f")
     worker = join(registry)
     for step in range(40):
@@ -381,7 +381,7 @@ def test_the_longest_announced_prefix_in_whole_blocks(block_size: int) -> None:
 
 
 def hung(registry: Registry, until_s: float, *, since: float = 0.0) -> list[str]:
-    """Looks as often as is due; who is then to be replaced, and why."""
+    """Sweep at the regular interval; return the workers to be replaced and the reasons."""
     told, steps = [], round((until_s - since) / TIMES.sweep_s)
     for now in (since + step * TIMES.sweep_s for step in range(1, steps + 1)):
         registry.sweep(now)
@@ -435,7 +435,7 @@ def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
 
 
 def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:
-    """Its heart says so, to a coordinator that does not know it."""
+    """Its heartbeats report the long step to a coordinator that does not know the worker."""
     registry = Registry(None)
     registry.awaits(WorkerName("d0"), "h", 7, 5.0)
     registry.sweep(5.0)
@@ -445,7 +445,7 @@ def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:
         registry.stranger_beats("d0", beat("i0", turn_ms=turn_ms, expected_ms=6000), now)
         assert hung(registry, now + 0.5, since=now) == []
     assert turn_ms == 23000, "the last beat before it would be a hang"
-    for tick in range(3):  # another turn: it could have said Hello before
+    for tick in range(3):  # in another turn: it could have sent Hello before
         registry.stranger_beats("d0", beat("i0", turn_ms=100, expected_ms=6000), 25.5 + tick)
     assert len(hung(registry, 60.0, since=25.5)) == 1
     assert hung(registry, 90.0, since=60.0) == []

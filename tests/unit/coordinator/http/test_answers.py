@@ -1,4 +1,4 @@
-"""Answers over real sockets, with fake workers: whole ones, streams, log-probabilities, and how a choice ends."""
+"""Answers over real sockets with fake workers: whole answers, streams, log-probabilities, and how a choice ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_chat_is_answered_by_a_pair(cluster: Cluster) -> None:
 
 
 async def test_the_system_fingerprint_tells_how_weights_were_loaded(model: Path) -> None:
-    """Which only workers know: quantised ones give other answers to the same request."""
+    """Only workers know how they loaded the weights, and quantized weights answer the same request differently."""
     seen: dict[str, list[str]] = {}
     roles: tuple[Role, ...] = ("prefill", "decode")
     for loaded in ("w", "w.int8", "w"):
@@ -169,7 +169,7 @@ async def test_chat_logprobs(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("shape", [ChatShape, functools.partial(CompletionShape, echoes=[])])
 def test_logprobs_of_a_whole_answer_are_what_they_are_at_once(model: Path, shape: Any) -> None:
-    """The JSON of an answer whose log-probabilities were encoded with each token is that of all of them together."""
+    """Log-probabilities that were encoded token by token give the same JSON as all of them encoded together."""
     text, tokens = TextModel(model, vocab_size=VOCAB), list(range(8, 60))
     body = parse_chat({**HELLO, "logprobs": True, "top_logprobs": 2})
     known = [Logprobs(-(at**2), pack_tokens([at, 7]), (-0.1 * at, -math.inf)) for at in tokens]
@@ -188,7 +188,7 @@ def test_logprobs_of_a_whole_answer_are_what_they_are_at_once(model: Path, shape
 
 
 async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
-    """With a thousand tokens the end of an answer takes little of the time that all of it takes."""
+    """With 1,000 tokens, building the body at the end takes little of the total time."""
     text, options = TextModel(model, vocab_size=VOCAB), parse_chat({**HELLO, "logprobs": True}).options
     shape = ChatShape(Head("id", 0, "tiny", "print"), options, text)
     reply = WholeReply(options, shape, 1, lambda index: Choice(index, [1], options, text, None))
@@ -220,7 +220,7 @@ async def test_logprobs_of_a_whole_answer_are_bounded(
     await cluster.stream(path, {**asked, "max_tokens": 40})
     _, body = await cluster.post(path, {**asked, "max_tokens": 2})
     assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
-    if path == CHAT:  # who sets no limit gets what fits
+    if path == CHAT:  # a chat request without a limit gets as many tokens as fit
         _, body = await cluster.post(path, asked)
         assert body["usage"]["completion_tokens"] == 2 * 16
 

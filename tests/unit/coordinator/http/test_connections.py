@@ -1,4 +1,4 @@
-"""Keys, other sites, readers that are slow or gone, and connections that are held."""
+"""API keys, requests from other sites, slow or vanished readers, and connections that are held open."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_reader_that_stopped_reading_is_cut_and_others_feel_nothing(mode
 
 
 async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> None:
-    """The answer is larger than what the kernel takes without a reader."""
+    """The answer is larger than the socket buffers, so sending it needs a reader."""
     cut, over = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -146,7 +146,7 @@ async def test_counted_lines_come_while_it_goes_on_and_then_stop(
 
 
 class _Stalls:
-    """A transport, and a response that waits for it: the reader takes one byte after ``moves_s``, and then none."""
+    """A transport and a response whose reader takes one byte after ``moves_s`` and then nothing more."""
 
     def __init__(self, moves_s: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -188,7 +188,7 @@ async def test_a_reader_of_a_whole_answer_is_cut_when_it_has_stalled_for_so_long
 
 
 class _Takes:
-    """A transport whose reader has taken nothing of what is written, and can take more at any time."""
+    """A transport whose reader has taken nothing yet and may begin to read at any time."""
 
     def __init__(self) -> None:
         self.left, self.gone = 0, False
@@ -219,7 +219,7 @@ async def test_a_reader_that_is_slower_than_its_stream_is_cut_before_much_waits_
 
 
 async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> None:
-    """Also a small one, which an event loop would keep for a reader that is in no hurry."""
+    """``deliver`` waits for a small answer too, which an event loop would otherwise keep in its own buffer."""
     left: list[int] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -327,7 +327,7 @@ async def test_a_connection_whose_task_fails_is_closed(
 async def _busy(
     go_on: asyncio.Event,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], list[Connection]]]]:
-    """A connection on which nothing is answered before ``go_on``, and the server's side of it."""
+    """Yield a connection to a server that answers nothing before ``go_on``, and the server's side of the connection."""
 
     async def answer(request: web.Request) -> web.Response:
         await go_on.wait()
@@ -373,7 +373,7 @@ WAITING = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.mark.parametrize("size", [900_000, 768_000])
 async def test_the_last_body_that_waits_for_an_earlier_request_is_read_when_it_is_its_turn(size: int) -> None:
-    """Whether it is long or has many chunks: what its client still sends waits there."""
+    """A body behind an unanswered request is not read beyond a limit, whether it is long or has many chunks."""
     long = b"Content-Length: %d\r\n\r\n" % size + bytes(size)
     chunks = b"Transfer-Encoding: chunked\r\n\r\n" + (b"100\r\n" + bytes(256) + b"\r\n") * (size // 256) + b"0\r\n\r\n"
     go_on = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A coordinator that is told to stop: what runs ends, what comes is refused."""
+"""Draining a coordinator: running requests end, new ones are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model: Pat
 
 
 async def _leave_unread(cluster: Cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """An answer that is computed, larger than what the kernel takes, and not read yet."""
+    """Send a request whose answer is larger than the socket buffers; return when it is computed, with nothing read."""
     asked = {"prompt": ["x"] * 3, "n": 16, "logprobs": 20, "max_tokens": 900, "ignore_eos": True, "seed": 1}
     connection = await _ask_and_read_no_more(cluster, asked)
     await until(lambda: cluster.workers[0].busy, "it runs")
@@ -67,6 +67,6 @@ async def test_a_drain_ends_in_time_whoever_does_not_read(model: Path) -> None:
         async with asyncio.timeout(5):
             await drain(cluster.services, asyncio.Event())
         assert cluster.services.answers.count == 1
-    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # the connections are closed, too
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # the connections are closed
         await reader.readexactly(64 << 20)
     writer.close()

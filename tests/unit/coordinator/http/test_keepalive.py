@@ -1,6 +1,6 @@
-"""What a stream sends while its next token is awaited, and that no reader of the field takes it for a part of an event.
+"""Keep-alives: what a stream sends while it waits for a token, and that SSE readers do not take it for an event.
 
-No token is made before its reader has seen keep-alives: nothing here depends on how fast the machine is.
+The worker makes a token only after the reader has seen keep-alives, so the tests do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 INTERVAL_S = 0.1
 TOKENS = 4
 WAITS = 2
-"""Keep-alives that are awaited before each token."""
+"""Number of keep-alives that must arrive before each token is made."""
 ASKED = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
 LINES = re.compile(rb"(?:\n|data: [^\n]*\n)*(?:d[^\n]*)?")
 BODIES = {TEXT: {"prompt": "hello", **ASKED}, CHAT: {"messages": [{"role": "user", "content": "hello"}], **ASKED}}
@@ -75,7 +75,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Standard:
-    """The algorithm of the WHATWG's "Interpreting an event stream", for data alone."""
+    """The algorithm of the WHATWG's "Interpreting an event stream", for ``data`` fields alone."""
 
     def __init__(self) -> None:
         self._rest, self._data = "", ""
@@ -96,7 +96,7 @@ class Standard:
 
 
 class Stripped:
-    """Strips every chunk that comes, and splits at two line breaks; a rest that is whole counts as an event."""
+    """A reader that strips every chunk and splits at two line breaks; a complete rest counts as an event."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -120,7 +120,7 @@ def _is_whole(part: str) -> bool:
 
 
 class Parts:
-    """Splits at two line breaks, and takes the parts that begin as data does."""
+    """A reader that splits at two line breaks and takes the parts that begin with ``data: ``."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -134,15 +134,15 @@ READERS: tuple[Callable[[], Any], ...] = (Standard, Stripped, Parts)
 
 
 def plain(events: list[str]) -> list[Any]:
-    """The events without what differs between two requests; the last one must be the end."""
+    """Return the events without the fields that differ between two requests; the last event must be [DONE]."""
     assert events[-1] == "[DONE]"
     return [{name: value for name, value in json.loads(each).items() if name not in ("id", "created")}
             for each in events[:-1]]  # fmt: skip
 
 
 async def with_waits(gate: Gate, path: str, reader: Any) -> tuple[list[str], bytes]:
-    """The events as ``reader`` yields them, and all bytes. Each token is made when keep-alives came since the one
-    before, by when the reader must have had that one."""
+    """Return the events as ``reader`` yields them, and all bytes. A token is made once WAITS keep-alives have followed
+    the previous one, which the reader must have yielded by then."""
     url, events, data, released = f"{gate.cluster.url}{path}", [], b"", 0
     async with gate.cluster.client.post(url, json=BODIES[path]) as response:
         async for chunk in response.content.iter_any():
@@ -175,7 +175,7 @@ async def test_each_reader_has_each_event_at_its_time(
     assert plain(events) == wanted and len(events) == TOKENS + 3
     assert re.fullmatch(rb"(?:\n*data: [^\n]+\n\n)+", data), "an event has an end of its own"
     assert data.count(b"\n") >= TOKENS * WAITS + 2 * len(events)
-    for waited in range(4):  # a reader that was late, or stands behind a buffer, finds all of them at once
+    for waited in range(4):  # a late or buffered reader gets all keep-alives at once
         late = (sse.KEEPALIVE * waited).join(re.findall(rb"data: [^\n]+\n\n", data))
         assert plain(reader().feed(late)) == wanted
 
@@ -198,8 +198,8 @@ async def test_an_error_after_a_wait_is_an_event_of_its_own(gate: Gate, reader: 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_a_waiting_stream_is_never_silent_for_longer_than_the_interval(gate: Gate, version: str) -> None:
-    """Headers come after one interval, then keep-alives one by one, as they stand on the wire. HTTP/1.0, which nginx
-    speaks, has no chunks."""
+    """Headers come after one interval, then keep-alives one by one; the bytes on the wire are checked. HTTP/1.0, which
+    nginx speaks, has no chunks."""
     host, port = gate.cluster.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(BODIES[TEXT]).encode()

@@ -1,4 +1,4 @@
-"""The limit of open files is raised as far as it may be, and a low one is warned of."""
+"""The limit on open files is raised as far as the system allows, and a low one is logged."""
 
 from __future__ import annotations
 

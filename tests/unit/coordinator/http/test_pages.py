@@ -1,4 +1,4 @@
-"""Pages beside the answers: models, tokens, readiness, workers, metrics."""
+"""Pages besides the answers: models, tokens, readiness, workers, metrics."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_metrics_have_vllms_names(cluster: Cluster) -> None:
 
 
 async def test_a_flood_of_scrapes_makes_few_pages(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whereas each of a few shows what happened just before it."""
+    """The first few scrapes show the newest counts; more of them within the same period share one page."""
     metrics, now, made = cluster.services.metrics, 100.0, 0
 
     def make(registry: CollectorRegistry) -> bytes:
@@ -172,7 +172,7 @@ async def test_a_flood_of_scrapes_makes_few_pages(cluster: Cluster, monkeypatch:
 
 
 async def test_what_holds_the_event_loop_up_is_measured(cluster: Cluster) -> None:
-    """Also what is over before anybody's watchdog looks."""
+    """A delay that is over before the watchdog looks is measured too."""
     lag = functools.partial(cluster.services.metrics.registry.get_sample_value, "tandem_event_loop_lag_seconds_sum")
     before, began = lag(), time.monotonic()
     assert before is not None
@@ -182,7 +182,7 @@ async def test_what_holds_the_event_loop_up_is_measured(cluster: Cluster) -> Non
 
 
 async def test_a_hand_off_counts_though_its_answer_has_ended_before(cluster: Cluster) -> None:
-    """A short one may, whose last token decode has sent while prefill still learns that all of its KV was accepted."""
+    """Decode may send the last token of a short answer before prefill learns that all of its KV was accepted."""
     prefill = next(worker for worker in cluster.workers if worker.hello.role == "prefill")
     values = {"transfer_ms": 4.0, "transfer_exposed_ms": 2.0, "kv_bytes": 4096.0}
     prefill.say(Timing(RequestId(bytes(16)), 1, values, "shm"))

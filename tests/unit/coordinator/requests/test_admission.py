@@ -19,12 +19,12 @@ from coordinator.requests.residence import ASSUMED_S, ENOUGH, REMEMBERED, Reside
 
 Service = Callable[[random.Random], float]
 MAX_RETRIES = 2
-"""Default of the openai client, which obeys a retry time of up to a minute (since 3.0: two)."""
+"""Default of the openai client, which obeys a retry time of up to one minute (two minutes since version 3.0)."""
 
 
 def test_admission_is_bounded_and_says_when_to_come_back() -> None:
     admission = Admission(max_requests=2, max_tokens=100)
-    admission.enter(1, 500, 0.0)  # longer than the bound, but the queue was empty
+    admission.enter(1, 500, 0.0)  # longer than the limit, but the queue was empty
     with pytest.raises(RequestError) as refused:
         admission.enter(1, 10, 0.0)
     assert refused.value.status == 429 and refused.value.code == "server_is_overloaded"
@@ -46,16 +46,16 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
 def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
     admission = Admission(max_requests=1000, max_tokens=1 << 20)
     for _ in range(100):
-        admission.enter(1, 100, 0.0, within_s=0.01)  # nothing is known yet
+        admission.enter(1, 100, 0.0, within_s=0.01)  # no rate is known yet
     for step in range(11):
-        admission.leave(100, step / 10, placed=True)  # 1,000 tokens a second
+        admission.leave(100, step / 10, placed=True)  # 1,000 tokens per second
         admission.served(0.5)
     with pytest.raises(RequestError, match="but its deadline is in") as refused:
         admission.enter(1, 100, 0.0, within_s=5.0)
     earliest_s = (1 - RETRY_JITTER) * (refused.value.retry_after_s or 0)
     assert refused.value.status == 429 and 3 < earliest_s < 6, "an earlier retry would miss its deadline as well"
     admission.enter(1, 100, 0.0, within_s=20.0)
-    admission.enter(1, 100, 0.0, within_s=1.0, priority=-1)  # nobody stands before it
+    admission.enter(1, 100, 0.0, within_s=1.0, priority=-1)  # no request has a higher priority
     for _ in range(90):
         admission.leave(100, 2.0, placed=False)
     admission.leave(100, 2.0, placed=False, priority=-1)
@@ -66,7 +66,7 @@ def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
 def test_the_first_answers_of_a_start_refuse_nobody() -> None:
     admission = Admission(100, 1_000_000)
     admission.enter(6, 600, 0.0)
-    for second in (0.0, 1.0, 2.0):  # a rate of 100 tokens a second, by three placements
+    for second in (0.0, 1.0, 2.0):  # three placements: a rate of 100 tokens per second
         admission.leave(100, second, placed=True)
     admission.enter(1, 100, 0.0, within_s=0.5)
 
@@ -95,7 +95,7 @@ def test_places_free_one_after_the_other_and_again() -> None:
 
 
 def test_places_of_requests_without_a_memory_free_at_a_steady_rate() -> None:
-    """Lengths of an exponential distribution: whatever the ages, of 32 of 3 s on average one ends every 94 ms."""
+    """For exponential service times, 32 requests of 3 s on average free a place every 94 ms, whatever their ages."""
     rng = random.Random(1)
     residence = measured(*(rng.expovariate(1 / 3) for _ in range(REMEMBERED)))
     ages = [rng.expovariate(1 / 3) for _ in range(32)]
@@ -120,7 +120,7 @@ def test_a_request_that_is_older_than_all_that_ended_runs_on_up_to_its_own_limit
 
 
 def refusal(admission: Admission, now: float, key: int = 0, *, first_try: bool = False, priority: int = 0) -> float:
-    """The retry time before the jitter."""
+    """Return the retry time before jitter of a request that must be refused."""
     with pytest.raises(RequestError, match="are waiting") as refused:
         admission.enter(1, 10, now, key=key, first_try=first_try, priority=priority)
     assert refused.value.status == 429 and refused.value.retry_after_s is not None
@@ -128,7 +128,7 @@ def refusal(admission: Admission, now: float, key: int = 0, *, first_try: bool =
 
 
 def full(queue: int, ages: tuple[float, ...], service_s: float) -> Admission:
-    """Its queue is, and requests of those ages run, of which each takes ``service_s``."""
+    """Return an admission whose queue is full, with running requests of these ages, each taking ``service_s``."""
     admission = Admission(queue, 1 << 20)
     admission.running = lambda: aged(*ages)
     for _ in range(REMEMBERED):
@@ -155,16 +155,16 @@ def test_a_place_is_kept_for_a_refused_client_until_it_is_overdue() -> None:
     admission = full(2, (9.0, 9.0), 10.0)
     delay_s = refusal(admission, 0.0, key=7, first_try=True)
     admission.leave(10, 1.0, placed=True)
-    refusal(admission, 1.0, key=8, first_try=True)  # the one that is free is kept
-    refusal(admission, 1.0, key=7, first_try=True)  # it asks for the same, and is another
-    admission.enter(1, 10, 1.0, key=11, first_try=True, priority=-1)  # who goes before others does so here too
+    refusal(admission, 1.0, key=8, first_try=True)  # the only free place is kept for key 7
+    refusal(admission, 1.0, key=7, first_try=True)  # a second first try with the same key is another request
+    admission.enter(1, 10, 1.0, key=11, first_try=True, priority=-1)  # a request of higher priority goes first here too
     admission.leave(10, 1.1, placed=True, priority=-1)
     admission.enter(1, 10, 1.2, key=7)
     admission.leave(10, 1.3, placed=True)
     refusal(admission, 1.3, key=9)
     admission.leave(10, 1.4, placed=True)
     assert admission.requests == 0
-    admission.enter(1, 10, 1.5, key=9, first_try=True)  # an empty queue takes whatever comes
+    admission.enter(1, 10, 1.5, key=9, first_try=True)  # an empty queue accepts any request
     overdue = 1.3 + 10 * delay_s + 10 * RETRY_GRACE_S
     admission.enter(1, 10, overdue, key=10, first_try=True)
 
@@ -207,28 +207,28 @@ def test_prompts_that_do_not_fit_get_the_times_at_which_enough_others_were_place
 
 @dataclass
 class Load:
-    """``clients`` send ``requests`` each, the next as soon as the last has ended or was given up."""
+    """``clients`` clients send ``requests`` requests each, the next when the last has ended or was given up."""
 
     slots: int
     queue: int
     service: Service
     requests: int
     same: bool = False
-    """All ask for the same, and say how often they were refused."""
+    """All requests have the same key, and clients report whether they were refused before."""
     seed: int = 0
     by_tokens: bool = False
-    """The queue is bounded by tokens."""
+    """Whether the queue is bounded by tokens instead of requests."""
     surge_s: float = 0.0
-    """Not from ``clients``: requests come at random, for so long, one and a half times as fast as they are served."""
+    """If not 0, requests arrive at random for this long, 1.5 times as fast as they are served, not from clients."""
 
     @property
     def clients(self) -> int:
-        """One and a half times as many as there is room for."""
+        """1.5 times as many clients as there are slots and places in the queue."""
         return math.ceil(1.5 * (self.slots + self.queue))
 
     def run(self) -> tuple[int, int, float]:
-        """(requests that were served, requests that were given up, share of the slots' time that was used until half of
-        all requests were over)."""
+        """Return the number of served requests, the number given up, and the share of the slots' time that was used
+        until half of all requests were over."""
         rng, numbers = random.Random(self.seed), itertools.count()
         bounds = (1 << 20, 10 * self.queue) if self.by_tokens else (self.queue, 1 << 30)
         admission = Admission(*bounds)
@@ -295,7 +295,7 @@ SERVICES: dict[str, Service] = {
 def served_share(
     slots: int, queue: int, service: str, requests: int, same: bool, seeds: int = 4
 ) -> tuple[float, float]:
-    """Of all requests those that were served, and the least of the slots' time that was used."""
+    """Return the share of requests that were served, and the lowest use of the slots' time of all runs."""
     runs = [Load(slots, queue, SERVICES[service], requests, same, seed).run() for seed in range(seeds)]
     served = sum(run[0] for run in runs)
     return served / (served + sum(run[1] for run in runs)), min(run[2] for run in runs)
@@ -308,8 +308,8 @@ def served_share(
 def test_clients_with_two_retries_are_served_at_one_and_a_half_times_the_capacity(
     slots: int, queue: int, service: str, requests: int, same: bool
 ) -> None:
-    """Capacity is what runs and what may wait. Each client has one request at a time, as many as 1.5 x that, which is
-    the load at which all can be served: where requests come faster than they are served for ever, no server can."""
+    """Capacity is slots plus queue places. Each client has one request at a time, which makes a load of 1.5 times the
+    capacity. At that load all can be served; requests that kept arriving faster than they are served could not be."""
     share, used = served_share(slots, queue, service, requests, same)
     assert share >= 0.95
     if requests > 1:
@@ -332,7 +332,7 @@ def test_so_they_are_if_tokens_bound_the_queue(service: str) -> None:
 @pytest.mark.parametrize("service", ["all of 3 s", "2 to 4 s", "without a memory", "few long ones"])
 @pytest.mark.parametrize("slots", [8, 32])
 def test_requests_that_come_faster_than_they_are_served_for_half_a_minute_are_served(slots: int, service: str) -> None:
-    """Those that are too many retry in turn: a client with two retries has two minutes for it."""
+    """The excess requests retry in turn: two retries give a client two minutes."""
     runs = [Load(slots, 3, SERVICES[service], 1, seed=seed, surge_s=30.0).run() for seed in range(2)]
     served, given_up = sum(run[0] for run in runs), sum(run[1] for run in runs)
     assert served >= 0.95 * (served + given_up), (served, given_up)
@@ -340,6 +340,6 @@ def test_requests_that_come_faster_than_they_are_served_for_half_a_minute_are_se
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_most_of_them_are_with_the_shortest_queue(service: str) -> None:
-    """No place is kept where there is one, and an answer that takes four times what is assumed costs a retry."""
+    """A queue of one place keeps none for retries; an answer that takes four times the assumed time costs a retry."""
     share, used = served_share(4, 1, service, 10, False)
     assert share >= (0.88 if service == "slower than assumed" else 0.94) and used > 0.9

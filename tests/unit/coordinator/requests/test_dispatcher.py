@@ -1,4 +1,4 @@
-"""The way of a request to its workers: who is chosen, who waits and for how long, and clients that leave."""
+"""The dispatcher: which worker gets a request, which requests wait and for how long, and clients that leave."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
 async def test_a_client_that_has_read_its_stream_to_the_end_leaves_without_a_word(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many do not wait for the end of the response behind the last event."""
+    """Many clients close the connection after the last event, before the end of the response."""
     caplog.set_level(logging.INFO, "tandem.http")
     at_its_end = asyncio.Event()
 

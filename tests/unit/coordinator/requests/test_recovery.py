@@ -1,4 +1,4 @@
-"""Workers come and go: what happens to requests whose worker dies, falls silent, leaves or says nonsense."""
+"""Recovery of requests whose worker dies, falls silent, leaves or sends invalid messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, lett
 
 
 async def stream_over(cluster: Cluster, loss: Any, path: str = "disagg") -> None:
-    """A stream during which ``loss(cluster)`` happens: nothing missing, nothing twice."""
+    """Run a stream during which ``loss(cluster)`` happens, and check that no token is missing or repeated."""
     async with cluster.client.post(
         f"{cluster.url}{CHAT}", json={**HELLO, "max_tokens": 40, "stream": True, "return_token_ids": True}
     ) as response:
@@ -77,7 +77,7 @@ async def test_a_dead_decode_worker_is_replaced_in_mid_stream(model: Path) -> No
 
 
 def as_shown(events: list[Any]) -> list[tuple[str, list[Any], str]]:
-    """Text, log-probabilities and finish reason of each choice of a streamed chat, however its chunks are cut."""
+    """Return text, log-probabilities and finish reason of each choice of a streamed chat, independent of its chunks."""
     shown = []
     for index in range(1 + max(event["choices"][0]["index"] for event in events)):
         mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
@@ -93,7 +93,7 @@ def as_shown(events: list[Any]) -> list[tuple[str, list[Any], str]]:
 async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
     model: Path, before: str, n: int, *, stream: bool
 ) -> None:
-    """The second choice has met its own before the first worker died."""
+    """With two choices, the second has met its stop string before the first worker dies."""
     talks = [letters("some text STOP and more of it"), letters("bySTOP and more of it")]
     said = len("some text " + before)
     asked = {**HELLO, "stop": ["xyz", "STOP"], "logprobs": True, "top_logprobs": 1, "n": n}
@@ -107,7 +107,7 @@ async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
 
         def talk_no_further(request: Request, choice: int, position: int) -> int:
             if position == said - 1:
-                first.step_s = 30.0  # before the next
+                first.step_s = 30.0  # before the next token
             return talk(request, choice, position)
 
         async def ask() -> Any:
@@ -149,7 +149,7 @@ async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> 
 async def test_a_worker_whose_heart_beats_over_another_connection_than_the_dead_one_is_replaced(
     model: Path, role: Role, cut_off: str
 ) -> None:
-    """Before the first token too: nothing of such a request would ever be told, and a heart goes on beating."""
+    """Also before the first token: no message would ever fail the request, and the heartbeats continue."""
     others: dict[Role, tuple[Role, ...]] = {"prefill": ("decode",), "decode": ("prefill",), "colocated": ()}
     async with open_cluster(model, *others[role], failure_timeout=0.5) as cluster:
         dead = await cluster.add(role, name="dead", rejoins=False)
@@ -189,7 +189,7 @@ async def test_a_worker_that_leaves_politely(model: Path) -> None:
 
 
 async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(model: Path) -> None:
-    """It said Goodbye and is gone before anybody has read it: sending to it fails first."""
+    """The Goodbye is still unread when the worker's connection is gone and sending to it fails."""
     async with open_cluster(model, "colocated", "colocated") as cluster:
         for worker in cluster.workers:
             worker.step_s = 0.02
@@ -212,7 +212,7 @@ async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(mode
 
 
 async def test_streams_move_from_workers_that_leave_more_often_than_they_could_after_losses(model: Path) -> None:
-    """A planned move costs nothing of the budget, and the stream is the one that nothing had disturbed."""
+    """A planned move uses none of the retry budget, and the stream equals an undisturbed one."""
     body = {"prompt": "moved about", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
     async with open_cluster(model, "decode", "decode") as cluster:
         for worker in cluster.workers:
@@ -268,7 +268,7 @@ async def test_a_tick_that_fails_is_not_the_last(cluster: Cluster, monkeypatch: 
 async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is behind a message of too many parts. When that is dropped the time until then was our lag."""
+    """Messages wait behind one of too many parts. The time until it is dropped counts as the coordinator's lag."""
     sweeps, looks = list[float](), list[Any]()
     gateway, sweep = cluster.dispatcher.gateway, cluster.dispatcher.gateway.sweep
     monkeypatch.setattr(cluster.dispatcher, "_look_for_stalls", lambda worker, now: looks.append(worker))
@@ -303,7 +303,7 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
         [record] = cluster.dispatcher.records.values()
         loop_lag = cluster.services.registry.loop_lag
         await until(lambda: loop_lag._looked_at is not None, "it has looked once")
-        for worker in cluster.services.registry:  # as if this process had been stopped for so long
+        for worker in cluster.services.registry:  # as if this process had been stopped for 5 s
             worker.heard_at -= 5.0
         record.heard_at -= 5.0
         assert loop_lag._looked_at is not None and not asked.done()
@@ -355,7 +355,7 @@ async def test_two_crashes_are_enough(model: Path) -> None:
 
 
 async def test_broken_connections_cost_no_attempt_while_their_workers_live(model: Path) -> None:
-    """But for a request that breaks more than anybody else would meet."""
+    """The first MAX_BREAKS breaks are free; a request that meets more of them uses retries."""
     async with open_cluster(model) as cluster:
         for n in range(2):
             await cluster.add("colocated", delay_s=30, name=f"c{n}")
@@ -387,7 +387,7 @@ async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_conn
         await until(lambda: not cluster.dispatcher.registry.ready("decode"), "it is missed")
         asked = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(2)]
         await until(lambda: len(cluster.dispatcher.records) == 2, "they wait")
-        async with asyncio.timeout(dispatch.WORKERLESS_WAIT_S / 2):  # no longer than that is not known
+        async with asyncio.timeout(dispatch.WORKERLESS_WAIT_S / 2):  # only until its death is known
             for response, body in await asyncio.gather(*asked):
                 assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
         response, _ = await cluster.post(CHAT, HELLO)
@@ -395,7 +395,7 @@ async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_conn
 
 
 async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(model: Path) -> None:
-    """As long as its heart tells of a turn that may end it is waited for; then it is left to the launcher."""
+    """A worker is waited for while its heartbeats report a turn that may still end; then the launcher replaces it."""
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         decode = await cluster.add("decode", rejoins=False)
         gateway, replaced = cluster.dispatcher.gateway, []
@@ -415,7 +415,7 @@ async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(
 
 
 async def test_a_request_that_waits_for_a_missing_worker_gets_what_that_one_holds(model: Path) -> None:
-    """Who asks for no length gets what fits, as of a worker that is there."""
+    """A request without a length gets as many tokens as fit, as with a worker that is connected."""
     async with open_cluster(model, "prefill") as cluster:
         await cluster.add("decode", changes={"kv_blocks": 16, "max_model_len": 200})
         usages = []
@@ -462,7 +462,7 @@ async def test_suspects_do_not_wait_for_ever_where_no_worker_is_left(
 
 
 async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> None:
-    """Several workers are killed at once, and the connections of some are closed when the request has moved there."""
+    """Several workers are killed at once; some connections close only after the request has moved there."""
     async with open_cluster(model) as cluster:
         dying = [await cluster.add("colocated", delay_s=30, name=f"c{n}") for n in range(4)]
         asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 4}))
@@ -482,7 +482,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
 
 
 async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
-    """While the request waited for room there."""
+    """The second worker answers, and is killed while the request waits for room there."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
     async with open_cluster(model) as cluster:
         workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(2)]
@@ -493,7 +493,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answe
         dies.stop()
         shortages = cluster.dispatcher._shortages
         await until(lambda: cluster.dispatcher._shortages > shortages, "the other one has answered, and has no room")
-        dies_too.answers = False  # what a process that was killed has not sent so far, it does not send
+        dies_too.answers = False  # a killed process sends nothing more
         asked[1].cancel()
         await until(lambda: leaving.id not in cluster.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, dies_too), "it has that")
@@ -504,8 +504,8 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answe
 
 
 async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
-    """Else all that it dies of later would be taken for what it got when it was dead. An answer to an earlier
-    coordinator, which has asked more often, is none."""
+    """Without a new ping, all later deaths of a worker would count as deaths before it got the request. An
+    acknowledgement meant for an earlier coordinator, with a higher number, does not count."""
     async with open_cluster(model) as cluster:
         workers = [await cluster.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
         asked = asyncio.create_task(cluster.post(CHAT, HELLO))
@@ -531,7 +531,7 @@ async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
 
 
 async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -> None:
-    """Also while it is not known yet who else lives: a place that becomes free meanwhile is not for a later request."""
+    """Also while it is unknown which other workers live: a place that becomes free goes to the older request."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
     async with open_cluster(model) as cluster:
         workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(2)]
@@ -552,7 +552,7 @@ async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -
 
 
 async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) -> None:
-    """Of a request that may be the reason, and waits until that is known."""
+    """The other death concerns a suspect, which waits until its part in it is known."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
     async with open_cluster(model) as cluster:
         workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(3)]
@@ -583,7 +583,7 @@ def on_it(record: RequestRecord, worker: FakeWorker) -> bool:
 
 
 async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None:
-    """The decode worker lives, lists the request, and says nothing about it."""
+    """The decode worker lives and lists the request, but sends no token of it."""
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         stuck = await cluster.add("decode", step_s=30.0)
         await cluster.add("decode", step_s=0.001, name="other")
@@ -621,7 +621,7 @@ async def test_lost_last_tokens_are_asked_for_when_heartbeats_omit_the_request(m
 
 async def test_the_lost_end_of_one_choice_is_asked_for_while_another_goes_on(model: Path) -> None:
     def script(request: Request, choice: int, position: int) -> int:
-        worker.drop = {Tokens} if position == 20 else set()  # of that step: both choices' tokens, and the end of one
+        worker.drop = {Tokens} if position == 20 else set()  # both choices, and the end of one
         return EOS if (choice, position) == (0, 20) else formula(request, choice, position)
 
     async with open_cluster(model) as cluster:
@@ -664,7 +664,7 @@ async def test_a_pair_that_keeps_failing_is_left_alone_until_it_works_again(mode
         return response.headers["x-tandem-path"]
 
     async with open_cluster(model) as cluster:
-        await cluster.add("decode", delay_s=0.2)  # longer than it takes prefill to say so
+        await cluster.add("decode", delay_s=0.2)  # long enough for prefill's failure to arrive first
         broken = RequestFailed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
         prefill = await cluster.add("prefill", refuse=broken)
         assert [await path() for _ in range(FAILURES + 1)] == ["local"] * (FAILURES + 1), "decode does it all"
@@ -752,7 +752,7 @@ async def test_a_request_that_cannot_be_placed_is_gone_once_it_is_answered(
 
 
 async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
-    """There are more of them than retries, and a request is the first to hear of it."""
+    """More workers leave than there are retries, and the request is the first to get each of their refusals."""
     async with open_cluster(model) as cluster:
         draining = RequestFailed(RequestId(bytes(16)), 0, "draining", "this worker is leaving", retriable=True)
         leaving = [

@@ -1,4 +1,4 @@
-"""Requests that need more blocks than a worker has, or had."""
+"""Requests that need more blocks than any worker has, from the start or since a worker was lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -
 
 
 async def asked_until_one_token(cluster: Cluster, body: Any) -> asyncio.Task[Any]:
-    """A stream that has begun."""
+    """Start a stream and return its task once the first token has come."""
     stream = asyncio.create_task(cluster.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
     records = cluster.dispatcher.records
     await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
@@ -46,7 +46,7 @@ async def asked_until_one_token(cluster: Cluster, body: Any) -> asyncio.Task[Any
 
 
 async def test_a_stream_without_a_limit_goes_on_where_less_fits(model: Path) -> None:
-    """The only decode worker comes back with one block less, as pools do that are a share of the free memory."""
+    """The decode worker comes back with one block less, as pools sized by a share of the free memory do."""
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 20})
         body = {"messages": HELLO["messages"], "ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -87,7 +87,7 @@ async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, mon
 
 
 async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an answer without a limit much less than half fits: it waits for a larger worker, and then takes that."""
+    """If much less than half of an unlimited answer fits, it waits for a larger worker, then is truncated."""
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 40})
@@ -105,7 +105,7 @@ async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch:
 
 
 async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that have met two deaths each, so that they are tried apart from each other."""
+    """Each stream has already met a worker's death, so the two are suspects and are tried one at a time."""
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.02)
@@ -123,7 +123,7 @@ async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, m
 
 
 async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who could be served there does not settle for less meanwhile, and when that one is lost, too, waits anew."""
+    """A request that a busy worker could serve is not truncated; if that worker is lost too, the wait starts anew."""
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 40})
@@ -143,7 +143,7 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
         busy = await cluster.add("decode", changes={"kv_blocks": 30})
         assert router.could_serve(record.demand())
         await until(lambda: record.unplaceable_since is None, "it waits for that one")
-        await asyncio.sleep(cluster.dispatcher.times.lease_s + 0.6)  # longer than who fits nobody waits
+        await asyncio.sleep(cluster.dispatcher.times.lease_s + 0.6)  # longer than an unplaceable request waits
         assert record.queued and not record.accepts_truncation
         busy.stop()
         await until(lambda: record.unplaceable_since, "nobody holds enough of it again")
@@ -201,7 +201,7 @@ async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, m
         (refused,), (started,) = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         response, body = refused.result()
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
-        await cluster.add("decode", changes={"kv_blocks": 20})  # the worker comes back, and what had started goes on
+        await cluster.add("decode", changes={"kv_blocks": 20})  # the started request continues there
         response, body = await started
         assert response.status == 200 and body["usage"]["completion_tokens"] == 240
 

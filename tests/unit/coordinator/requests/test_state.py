@@ -1,4 +1,4 @@
-"""The life of a request: one door between states, spans taken once and in order, a bounded number of setbacks."""
+"""Request state: one method moves between states, spans are taken once and in order, retries are bounded."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_output_from_workers_that_live_clears_a_suspect() -> None:
 
 
 def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
-    """Two workers that die one after the other say nothing about the request that both knew."""
+    """A decode worker that dies while it only holds blocks for a request does not make the request a suspect."""
     life = placed()
     assert not life.on_worker_lost(P) and life.retry() == "retry"
     life.place("disagg", Q, D)
@@ -229,7 +229,7 @@ def test_prefill_is_needed_until_decode_has_the_kv() -> None:
 def test_whatever_arrives_the_output_is_a_prefix_of_the_truth(
     spans: list[tuple[int, int, int]], lost: set[int]
 ) -> None:
-    """Spans of any attempt, in any order, any number of times: only the right tokens, each once."""
+    """Spans of any attempt, in any order and any number of times, give each correct token once."""
     truth = list(range(100, 120))
     life, seen = placed(), list[int]()
     for index, (attempt, start, count) in enumerate(spans):

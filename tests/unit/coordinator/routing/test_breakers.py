@@ -1,4 +1,4 @@
-"""Breakers: open after repeated failures, try again by themselves, and never stay open once things work."""
+"""Circuit breakers open after repeated failures, probe by themselves, and close once hand-offs work."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_worker_that_is_gone_takes_its_breakers_along() -> None:
 
 @given(st.lists(st.sampled_from(["placed", "failed", "succeeded", "dropped", "tick"]), max_size=60))
 def test_whatever_happened_it_heals(events: list[str]) -> None:
-    """After any history a pair is allowed again when the longest cool-down is over and its probe has ended."""
+    """After any history a pair is allowed again once the longest cool-down is over and its probe has ended."""
     breakers, now = Breakers(), 0.0
     for event in events:
         now += 0.3

@@ -1,4 +1,4 @@
-"""When prompts pile up, and who hears of it."""
+"""The report that prompts queue up: when it is sent, and what it changes in the coordinator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_longest_queue_of_prefill_counts() -> None:
     assert router.backlog_steps() == 0
     router.account(first).prefill_tokens += 512
     router.account(second).prefill_tokens += 16 * 512
-    router.account(decode).prefill_tokens += 64 * 512  # decode prefills between its steps: it has no core to win
+    router.account(decode).prefill_tokens += 64 * 512  # not counted: it would gain no core
     assert router.backlog_steps() == 16
     assert cluster(prefills=0)[0].backlog_steps() == 0
 

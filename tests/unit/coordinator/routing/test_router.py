@@ -1,4 +1,4 @@
-"""Placement and the ledger, and the bounds of the queue."""
+"""Placement of requests, the ledger of promised blocks, and the limits of the queue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def place(router: Router, demand: Demand) -> tuple[Placement, Promise]:
 
 
 def chains(tokens: int, *dtypes: KvDtype) -> dict[KvDtype, list[bytes]]:
-    """Prefix keys of ``tokens`` tokens for workers with KV of these types (default: float32)."""
+    """Return the prefix keys of the tokens 0 to ``tokens`` - 1 for each KV type (default: float32)."""
     return {
         dtype: extend_chain(chain_root("", "f", dtype), [], list(range(tokens))) for dtype in dtypes or ("float32",)
     }
@@ -80,7 +80,7 @@ def test_a_cached_prefix_is_worth_a_queue() -> None:
     router, (first, second, _) = cluster(prefills=2)
     keys = chains(400)
     announce(router, second, keys)
-    place(router, Demand(50, 10, 1))  # stands at the first
+    place(router, Demand(50, 10, 1))  # queued on the first worker
     router.account(second).prefill_tokens += 200
     placement = router.place(Demand(400, 10, 1, keys))
     assert isinstance(placement, Placement) and placement.prefill is second
@@ -139,7 +139,7 @@ def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
 
 def test_slots_are_promised_with_a_little_slack() -> None:
     router, _ = cluster()
-    for _ in range(10):  # 8 slots, a quarter more
+    for _ in range(10):  # 8 slots, and a quarter more
         place(router, Demand(1, 1, 1))
     assert isinstance(router.place(Demand(1, 1, 1)), Wait)
 
@@ -256,7 +256,7 @@ def test_colocated_workers_alone_and_beside_pools() -> None:
 
 
 def test_a_worker_with_another_kv_dtype_is_found_by_its_own_keys() -> None:
-    """What decode got from prefill is known by how prefill computed it: nothing that it could prefill from locally."""
+    """KV that decode received is found by prefill's type, and decode cannot use it for a prefill of its own."""
     router, (first, second, decode) = cluster(prefills=2)
     second.hello = msgspec.structs.replace(second.hello, dtype="bfloat16")
     keys = chains(320, "float32", "bfloat16")
@@ -307,7 +307,7 @@ def test_a_tiny_prompt_does_not_stand_behind_a_long_one_when_decode_is_idle() ->
 
 
 LONG = Demand(OVERFLOW_STEPS * 512, 10, 1)
-"""As many tokens as have to stand before a prompt for a decode worker to compute it."""
+"""A prompt as long as the queue that must stand before a prompt for a decode worker to compute it."""
 
 
 def roomy(decodes: int = 1, **options: Any) -> tuple[Router, list[WorkerHandle]]:
@@ -503,7 +503,7 @@ def test_with_no_pair_left_the_policy_decides(policy: str, path: str | None) -> 
 
 @pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", "disagg"), ("reject", "disagg")])
 def test_after_two_pairs_have_failed_a_request_decode_prefills_if_it_may(policy: str, path: str) -> None:
-    """Attempts are few: the last one is not spent on a third pair while there is a way without a hand-off."""
+    """The last of a few attempts is not spent on a third pair if the request can be served without a hand-off."""
     router, (first, second, *decodes) = cluster(prefills=2, decodes=2, no_prefill=policy)
     failed = Pair(first.id, decodes[0].id)
     once = router.place(Demand(100, 10, 1, excluded_pairs=frozenset({failed})))

@@ -1,4 +1,4 @@
-"""What bodies and texts that wait may take: lanes, places, memory, and values of JSON."""
+"""Limits on waiting bodies and texts: lanes, places in them, memory, and the number of JSON values."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_texts_that_wait_do_not_use_up_the_places_of_smaller_ones(cluster:
 
 async def test_a_lane_keeps_nothing_of_a_text_that_was_refused(cluster: Cluster) -> None:
     class Text:
-        """What a step works on."""
+        """An argument of a step, so that a weak reference can show when it is freed."""
 
     def refuse_it(text: Text) -> None:
         raise RequestError(str(text))
@@ -188,13 +188,13 @@ async def test_a_small_body_counts_while_it_is_unfinished(cluster: Cluster) -> N
 
 @pytest.fixture
 def roomy(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Of a model whose context has room for any body."""
+    """A cluster whose model's context has room for any body."""
     monkeypatch.setattr(type(cluster.services.model), "context_length", 1 << 22)
     return cluster
 
 
 def called_with(*arguments: object) -> dict[str, Any]:
-    """A message of the assistant that calls a tool once with each of ``arguments``."""
+    """Return an assistant message with one tool call for each of ``arguments``."""
     functions = [{"name": "f", "arguments": json.dumps(each)} for each in arguments]
     calls = [{"id": "a", "type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -1,4 +1,4 @@
-"""When a lane that is full says to come back."""
+"""Lanes: the retry time that a full lane names, and the limits of each lane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHARS, STEP_S = 100, 2.0
 
 
 class Clock:
-    """Stands in for the module ``time``."""
+    """A stand-in for the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -77,6 +77,6 @@ def test_bodies_that_may_be_much_work_leave_the_event_loop(body: bytes, small: b
 
 
 def test_the_bounds_of_lanes() -> None:
-    """Those that the threat model names."""
+    """The limits are those that the threat model names."""
     assert (Bounds(256, 4 << 20, by_size=True), Bounds(256, 16 << 20, by_size=True)) == (SHORT, BODIES)
     assert Bounds(64, 16 << 20) == LONG

@@ -1,4 +1,4 @@
-"""What a chat template makes of little is bounded before it is made, and is what jinja2 makes of it."""
+"""A chat template's output is bounded before it is built, and within the bound it equals jinja2's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coordinator.text.render_budget import TooMuchText
 
 MOST = 100_000
 MOST_BYTES = 20 * MOST
-"""Of memory, while a text that would take 50 MB and more is refused."""
+"""Memory allowed for refusing a text that would take 50 MB or more."""
 LINES = "a\n" * 40_000
 
 

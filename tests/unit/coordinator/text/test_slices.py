@@ -1,4 +1,4 @@
-"""Long texts to tokens: slice by slice they are those of the whole, for any tokenizer and wherever the cuts are."""
+"""Tokenizing a long text in slices gives the tokens of the whole text, for any tokenizer and any cuts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def mixed_text(seed: int, chars: int) -> str:
-    """Words, numbers, runs of one letter and of white space, signs of four bytes, and control tokens."""
+    """Return random words, numbers, runs of one letter or of white space, four-byte characters and control tokens."""
     dice = random.Random(seed)
     words = " ".join(CORPUS).split()
     makers: list[Callable[[], str]] = [

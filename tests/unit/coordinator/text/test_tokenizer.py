@@ -253,7 +253,7 @@ def test_named_templates() -> None:
 def declaring(
     directory: Path, tokens: list[AddedToken], *, name: str = "tokenizer_config", **declared: object
 ) -> TextModel:
-    """A model with the added ``tokens``, and with ``declared`` in the file ``name``."""
+    """Return a model with added ``tokens`` and with the settings ``declared`` in the file ``name``.json."""
     fake_checkpoint(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens(tokens)
@@ -318,7 +318,7 @@ def test_an_added_token_that_nothing_declares_is_ordinary(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("word", ["!", ".", "the", "fox", "\n", "\n\n", "absent"])
 def test_a_word_that_is_declared_special_stays_a_word(tmp_path: Path, word: str) -> None:
-    """A padding ``!`` must not vanish from what a model is asked and answers."""
+    """Declaring ``!`` as the padding token must not remove it from prompts and answers."""
     plain = TextModel(fake_checkpoint(tmp_path / "plain"), vocab_size=VOCAB)
     text = declaring(tmp_path / "declared", [], pad_token=word, additional_special_tokens=[word])
     said = f"Stop{word} Stop{word}{word}\n"

@@ -1,4 +1,4 @@
-"""The ``tandem`` command: what a failed start looks like, that help is light, and that mistyping is understood."""
+"""The ``tandem`` command: how a failed start looks, that help imports little, and how mistyped words are handled."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.leaked_keys import new_key
 from tests.pace import scaled
 
 LIMIT_S = scaled(20.0)
-"""One to two seconds on a quiet machine, and seven were seen beside other tests; asking a network again and again, or
-loading weights first, takes minutes."""
+"""A refusal takes one to two seconds on a quiet machine, and seven beside other tests; retrying a network or loading
+weights first would take minutes."""
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "triton", "flash_attn", "huggingface_hub")
 
 
 def tandem(*words: str, stdin: str = "", timeout_s: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command as a user would, without the caller's own settings."""
+    """Run the command as a user would, without the settings of the caller's environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     return subprocess.run(
         [sys.executable, "-m", "deploy.cli", *words],
@@ -47,7 +47,7 @@ def tandem(*words: str, stdin: str = "", timeout_s: float = 60, **environ: str) 
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *said: str) -> None:
-    """At most five lines that say what, why and what to do; no traceback; exit code not 0."""
+    """Check for at most five lines with error, why and what to do, no traceback, and a non-zero exit code."""
     assert result.returncode != 0
     lines = result.stderr.strip().splitlines()
     assert 3 <= len(lines) <= 5, result.stderr
@@ -65,7 +65,7 @@ def busy_port() -> Iterator[int]:
 
 @pytest.fixture
 def encoder_decoder(tmp_path: Path) -> Path:
-    """The directory of a model that Tandem cannot serve."""
+    """Return the directory of a model that Tandem cannot serve."""
     config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -141,7 +141,7 @@ def test_more_memory_than_there_is(command: str) -> None:
 
 @pytest.mark.parametrize(("command", "flag"), [("decode", "--host"), ("coordinator", "--control-host")])
 def test_an_address_of_another_machine(command: str, flag: str) -> None:
-    """192.0.2.1 is kept for documentation (RFC 5737): no machine has it."""
+    """192.0.2.1 is reserved for documentation (RFC 5737): no machine has it."""
     words = (flag, "192.0.2.1", "--insecure-cluster", *(("--port", "0") if command == "coordinator" else ()))
     assert_refused(tandem(command, *words), "cannot listen on", "an address of this machine")
 
@@ -168,7 +168,7 @@ def test_addresses_that_others_could_reach() -> None:
 
 
 def _in_foreground() -> None:
-    """A shell lets its background jobs ignore Ctrl-C, and whoever they start inherits that."""
+    """Restore SIGINT: a shell makes its background jobs ignore it, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -180,7 +180,7 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(role: str, imported: float,
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_in_foreground) as worker:
         assert worker.stderr is not None
         assert "importing" in worker.stderr.readline()
-        time.sleep(imported)  # a moment somewhere inside; there is nothing to wait for
+        time.sleep(imported)  # somewhere inside the imports; there is no event to wait for
         worker.send_signal(signal.SIGINT)
         assert worker.wait(LIMIT_S) == -signal.SIGINT, "a shell calls it 130"
         assert worker.stderr.read() == ""
@@ -278,7 +278,7 @@ def test_config_shows_no_key_that_stands_inside_a_value(words: tuple[str, ...]) 
 
 
 def test_whoever_reads_may_have_seen_enough() -> None:
-    """As head has, after ten lines."""
+    """The reader of a pipe may close it early, as head does after ten lines."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "deploy.cli", "config", "up"]
@@ -305,7 +305,8 @@ def test_config_of_a_mistyped_command(
 def test_what_listens_and_says_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a port of workers does: the first page that is wanted is one that takes a server no time."""
+    """A worker's port accepts and sends nothing. The first page that is fetched costs a server no time: its deadline is
+    short."""
     monkeypatch.setattr(http_client, "PAGE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert cli.main(["chat", "hello", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1

@@ -1,4 +1,4 @@
-"""The generated pages of docs/reference are those of the code."""
+"""The generated pages of docs/reference equal what the code generates now."""
 
 from __future__ import annotations
 

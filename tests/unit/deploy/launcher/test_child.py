@@ -1,4 +1,4 @@
-"""What the coordinator asks of its launcher, and a process that is replaced because it hangs."""
+"""Requests of the coordinator to its launcher, and the replacement of a process that hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deploy.launcher.supervisor import leaves_first
 
 
 class Launcher:
-    """Notes what it is asked for."""
+    """A launcher that records the requests it gets."""
 
     def __init__(self) -> None:
         self.replaced: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
@@ -61,7 +61,7 @@ async def test_a_line_carries_wishes_who_hangs_and_that_prompts_pile_up_also_at_
 
 
 class Screen(Lines):
-    """Keeps what is told, and tells whoever waits for it."""
+    """A screen that keeps its lines in a queue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Screen(Lines):
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
-    """The ids of the processes that a unit starts: they are ready at once and do nothing but leave when told."""
+    """Ids of the processes that a ChildProcess starts: ready at once, they do nothing and end at SIGTERM."""
     pids: asyncio.Queue[int] = asyncio.Queue()
 
     async def start(
@@ -82,7 +82,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
         idle = "import signal; signal.pthread_sigmask(0, [15]); print(flush=True); signal.sigwait([15])"
         child = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", idle, stdout=asyncio.subprocess.PIPE)
         assert child.stdout is not None
-        await child.stdout.readline()  # from now on it listens
+        await child.stdout.readline()  # its signal mask is set now
         reports = asyncio.StreamReader()
         reports.feed_data(b'{"ready": {}}\n')
         reports.feed_eof()
@@ -109,8 +109,8 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     while (fact := await screen.facts.get()) == "decode-0 is back":
         pass
     assert fact == "decode-0 hangs (silent for 10 s): killed; starting it again in 0.01 s"
-    child.replace(first, "silent for 10 s")  # said twice
-    child.send(signal.SIGSTOP)  # from now on it leaves, and whoever told it to has patience of his own
+    child.replace(first, "silent for 10 s")  # a repeated request
+    child.send(signal.SIGSTOP)  # it is leaving now, and the deadline for that is the caller's
     child.replace(second, "silent for 10 s")
     assert child.running() and child.pid == second and child.serving() is None
     child.send(signal.SIGKILL)
@@ -122,7 +122,7 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
 async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serves(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the moment in which nobody has been told of it: whoever serves must not be sent away in its place."""
+    """This holds also before the event loop hears of the death: the serving worker must not be removed in its place."""
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     children = [
         ChildProcess(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), Screen())
@@ -134,7 +134,7 @@ async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serve
     assert min(children, key=leaves_first) is other, "the younger one, as long as both serve"
     assert killed.pid is not None
     os.kill(killed.pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # reaped already
+    with contextlib.suppress(ChildProcessError):  # already reaped
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - before the loop hears of it
     assert not killed.running() and other.running()
     assert min(children, key=leaves_first) is killed

@@ -1,4 +1,4 @@
-"""The launcher's parts: sharing cores, the status pipe, the built-in model, what the first screen says."""
+"""Parts of the launcher: sharing cores, the status pipe, the built-in model, the first lines on the screen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deploy.launcher.supervisor import reachable
 from tests.fakes.checkpoint import fake_checkpoint
 
 IP_LOCAL_PORT_RANGE = 51
-"""Of setsockopt(2), since Linux 6.3."""
+"""An option of setsockopt(2), since Linux 6.3."""
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_port_that_is_kept_is_given_to_nobody_who_asks_for_any() -> None:
 def test_two_free_ports_are_never_the_same(
     port: int, control: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is named is taken first, and all is kept while the next is looked for."""
+    """Named ports are claimed first, and every claimed port is kept while the next is chosen."""
     kept = list[int]()
 
     def claim(host: str, wanted: int, flag: str) -> Any:
@@ -347,7 +347,7 @@ def test_endings_in_words() -> None:
 
 
 def test_a_record_is_one_line_whatever_it_says() -> None:
-    """What a client sends forges no other record, and reaches no terminal."""
+    """Text from a client can neither forge another record nor send control characters to a terminal."""
     record = logging.LogRecord("tandem", logging.INFO, "file", 1, "%s", ("a\n12:00:00 b\r\x1b[2J\x9b\u2028\t",), None)
     text = TextFormatter("decode-0").format(record)
     assert text.endswith(r"decode-0: a\n12:00:00 b\r\x1b[2J\x9b\u2028\t") and len(text.splitlines()) == 1
