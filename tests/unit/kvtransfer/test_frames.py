@@ -1,4 +1,4 @@
-"""The header of a KV frame: what a line has damaged is told from what its sender wrote wrong."""
+"""The header of a KV frame: damage on the way is distinguished from a header that its sender wrote wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = FrameHeader(TransferId(RequestId(bytes(range(16))), 3), 7, Rectangle(0,
 
 
 def signed(fields: bytes) -> bytes:
-    """``fields`` with the checksum that they need, as whoever writes headers would."""
+    """Return ``fields`` with the checksum that a correct sender would add."""
     return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
 
 

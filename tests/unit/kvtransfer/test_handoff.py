@@ -45,7 +45,7 @@ def test_a_network_that_loses_repeats_and_reorders_frames_changes_no_token(bench
 @pytest.mark.parametrize("link", ["shm", "zmq"])
 @pytest.mark.parametrize("dtypes", list(itertools.permutations(ELEMENT_BYTES, 2)), ids=" to ".join)
 def test_kv_of_one_element_type_is_placed_as_another(bench: Bench, dtypes: tuple[KvDtype, KvDtype], link: str) -> None:
-    """The oracle's numbers are the same in every type, so every token is the same too."""
+    """The oracle's values are exact in every type, so the tokens are the same as well."""
     for role, dtype, block_size in zip(("prefill", "decode"), dtypes, (32, 16), strict=True):
         bench.add(role, OracleEngine(128, block_size, dtype=dtype), kv_transport=link)
     for length in (1, 40, 200):
@@ -63,7 +63,7 @@ def test_kv_of_one_element_type_is_placed_as_another(bench: Bench, dtypes: tuple
 def test_kv_in_shards_of_heads_is_placed_in_another_number_of_them(
     bench: Bench, shards: tuple[int, int], link: str
 ) -> None:
-    """And from blocks of one size into blocks of another."""
+    """The two sides also differ in block size."""
     for role, head_shards, block_size in zip(("prefill", "decode"), shards, (32, 16), strict=True):
         bench.add(role, OracleEngine(128, block_size, head_shards=head_shards), kv_transport=link)
     for length in (1, 40, 200):
@@ -75,7 +75,7 @@ def test_kv_in_shards_of_heads_is_placed_in_another_number_of_them(
 
 
 def test_kv_is_found_again_only_where_it_was_computed_in_the_same_type(bench: Bench) -> None:
-    """What a float32 worker computed and what was widened from bfloat16 are different KV, in one and the same pool."""
+    """KV computed in float32 and KV widened from bfloat16 are different cache entries, though one pool holds both."""
     bench.add("prefill", OracleEngine(128))
     bench.add("prefill", OracleEngine(128, dtype="bfloat16"))
     decode = bench.add("decode", OracleEngine(128))
@@ -121,7 +121,7 @@ def test_many_at_once_and_prefix_hits_on_both_sides(pair: Bench) -> None:
         pair.check(request)
     shipped = pair.shipped(again)
     token_bytes = pair.workers["prefill-0"].engine.layout.token_bytes
-    assert shipped[0].values["kv_bytes"] == (130 - 96) * token_bytes  # decode had three blocks of 32 tokens itself
+    assert shipped[0].values["kv_bytes"] == (130 - 96) * token_bytes  # decode has cached three blocks of 32 tokens
 
 
 def test_several_choices_travel_once_and_fork(pair: Bench) -> None:
@@ -137,7 +137,7 @@ def test_a_first_token_that_ends_the_request_ships_nothing(pair: Bench) -> None:
     request = make_request(50, 1)
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
-    pair.tell("decode-1", Abort(request.id, 1))  # what the coordinator does
+    pair.tell("decode-1", Abort(request.id, 1))  # as the coordinator does
     pair.until(pair.quiet)
     pair.check(request)
 
@@ -190,7 +190,7 @@ def test_hand_offs_do_not_keep_a_large_prompt_from_its_blocks(bench: Bench) -> N
     while not bench.done(large):
         bench.turn()
         for index, request in enumerate(small):
-            if bench.done(request):  # the next one comes at once: there are never 13 of 20 blocks free
+            if bench.done(request):  # a new request follows at once, so 13 of the 20 blocks are never free together
                 small[index] = make_request(30, 40)
                 bench.place(small[index], "prefill-0", "decode-1")
                 placed += 1
@@ -201,14 +201,15 @@ def test_hand_offs_do_not_keep_a_large_prompt_from_its_blocks(bench: Bench) -> N
 
 
 def compute_without_blocks_at_decode(bench: Bench, request: Request) -> None:
-    """Prefill is told of ``request`` and decode is not yet: the prompt is computed and keeps its blocks."""
+    """Send ``request`` to prefill and not yet to decode; return when the prompt is computed and holds its blocks."""
     bench.tell("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
     bench.until(lambda: bench.workers["prefill-0"].holdings() and bench.streams[request.id, 1, 0])
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench: Bench, caching: bool) -> None:
-    """Else each of two pools could hold what the other one's prompts wait for."""
+    """Otherwise the pools of prefill and decode could each hold blocks that the other's prompts wait for: a
+    deadlock."""
     prefill = bench.add("prefill", OracleEngine(14, 16), prefix_caching=caching)
     bench.add("decode", OracleEngine(64, 16), prefix_caching=caching)
     early, urgent = make_request(150, 9, n=2), make_request(150, 5, priority=5)
@@ -237,7 +238,7 @@ def test_prompts_that_all_wait_for_decode_keep_what_they_have(bench: Bench) -> N
     for _ in range(20):
         bench.turn()
     assert prefill.cache.pool.counts.held == held and "set_aside_prompts" not in prefill.counters
-    for request in (second, first):  # the second is granted, and the first one in its way makes room
+    for request in (second, first):  # the first prompt must make room for the second
         bench.tell("decode-1", Reserve(request, 1, bench.peer("prefill-0")))
     bench.until(lambda: bench.done(first, second))
     bench.check(first)
@@ -273,14 +274,14 @@ def test_the_prefix_cache_is_asked_once_per_request_where_it_is_computed(bench: 
     decode = bench.add("decode", OracleEngine(12))
     first, second = make_request(100, 40), make_request(90, 4)
     bench.place(first, "prefill-0", "decode-1")
-    bench.place(second, "prefill-0", "decode-1")  # waits until the first has gone
+    bench.place(second, "prefill-0", "decode-1")  # waits until the first request has gone
     bench.until(lambda: bench.done(first, second))
     assert decode.planner.preemptions == 0
     assert (prefill.planner.queried_tokens, decode.planner.queried_tokens) == (190, 0)
 
 
 def test_decode_tells_what_prefill_had_cached(pair: Bench) -> None:
-    """Its whole answer may overtake what prefill says, and usage names these tokens."""
+    """Decode's whole answer may overtake prefill's messages, and the answer's usage counts these tokens."""
     first = make_request(100, 4)
     again = msgspec.structs.replace(first, id=make_request(100, 4).id)
     for request, cached in ((first, 0), (again, 96)):
@@ -303,8 +304,8 @@ def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
 
 
 def test_an_announcement_that_nobody_repeats_is_forgotten_after_the_lease(bench: Bench) -> None:
-    """It was still unread when the coordinator took its request back, since its sender had died: nobody is waited for,
-    and streams need not leave time for it."""
+    """The sender died and the coordinator aborted the request while the announcement was unread. After the lease the
+    receiver waits for no sender, and streams need not leave time for transfers."""
     bench.lease_ms = 300
     decode, prefill = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
     assert isinstance(decode, DecodeWorker) and isinstance(prefill, PrefillWorker)
@@ -312,7 +313,7 @@ def test_an_announcement_that_nobody_repeats_is_forgotten_after_the_lease(bench:
     bench.tell("prefill-1", Prefill(request, 1, bench.peer("decode-0")))
     while not prefill.sender:
         prefill.turn()
-    while not decode.receiver._socket.poll(0):  # the announcement is there, and not read yet
+    while not decode.receiver._socket.poll(0):  # the announcement has arrived and is not read yet
         pass
     bench.workers.pop("prefill-1")  # killed: no Cancel follows
     bench.tell("decode-0", Abort(request.id, 1))

@@ -1,4 +1,4 @@
-"""Peers of a hand-off: who is granted one, and who is cut off."""
+"""Peers of a hand-off: which ones get a grant, and which are cut off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.parts import counted, many
 @pytest.mark.parametrize("encrypt", [True, False])
 @pytest.mark.parametrize("key", ["prefill", "decode", None])
 def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: Party | None, encrypt: bool) -> None:
-    """With CURVE a wrong key gets no connection; without, everybody does, and the token decides."""
+    """With CURVE, a wrong key gets no connection. Without, every peer can connect, and the token decides."""
     engine = OracleEngine(blocks=8)
     inside, outside = (
         Channels(keys.load(cluster_key, "decode"), encrypt_kv=encrypt),
@@ -62,7 +62,7 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: P
         assert (grant is not None) == may_connect
         if grant is not None:
             assert proves(grant.proof, token, transfer, "grant") and not proves(grant.proof, b"", transfer, "grant")
-            for _ in range(2 * STRIKES):  # what a bad line makes of a header is nobody's fault
+            for _ in range(2 * STRIKES):  # damage on the way is not the peer's fault
                 socket.send_multipart([b"x", b"y"])
             until(
                 lambda: receiver.pump(time.monotonic, 0.01) or receiver.bad_messages == 1 + 2 * STRIKES, "all counted"
@@ -84,8 +84,8 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: P
 
 @pytest.mark.parametrize("first", [True, False])
 def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) -> None:
-    """Without CURVE, over a connection of its own, before the blocks are reserved. If it is later than the sender it is
-    not heard, and if it is ``first`` it is granted, and its Commit is not believed."""
+    """Without CURVE, over a connection of its own, before the blocks are reserved. A thief that announces after the
+    sender is ignored. One that announces ``first`` is granted, but its Commit is rejected."""
     engine, here, there = OracleEngine(blocks=8), Channels(), Channels()
     receiver = Receiver(here, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
     transfer, token, layout = TransferId(new_request_id(), 1), b"t" * 16, engine.layout
@@ -104,7 +104,7 @@ def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) ->
         send(thief, Cancel(*transfer, "not its own"))
         peer = Peer(WorkerName("prefill-0"), Incarnation("sender"), "", "there", layout.dtype, token)
         if not first:
-            send(thief, announced)  # after its Cancel, which took nothing away
+            send(thief, announced)  # its Cancel had no effect
             assert isinstance(hear(thief), Heard)
             receiver.expect(transfer, 16, 0, [BlockId(0)], peer, time.monotonic())
             assert isinstance(hear(sender), Grant) and not thief.poll(0)
@@ -137,7 +137,7 @@ def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) ->
 
 
 def test_a_message_of_too_many_parts_does_not_hold_a_receiver_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it is, a look reads as much as its budget lets it; what others say is heard behind it."""
+    """One call of pump reads as much as its time budget allows, and the messages behind are read later."""
     engine, here, there, received = OracleEngine(blocks=8), Channels(), Channels(), counted(monkeypatch)
     receiver = Receiver(here, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
     layout, ticks = engine.layout, itertools.count()
@@ -146,7 +146,7 @@ def test_a_message_of_too_many_parts_does_not_hold_a_receiver_up(monkeypatch: py
 
     def pump() -> None:
         before = len(received)
-        receiver.pump(lambda: 0.001 * next(ticks), 0.0015)  # time for two messages, or two pieces of one
+        receiver.pump(lambda: 0.001 * next(ticks), 0.0015)  # time for two messages, or for two pieces of one
         assert len(received) - before <= 2 * DROPPED_PARTS
 
     try:
@@ -199,7 +199,7 @@ def test_an_answer_of_too_many_parts_does_not_hold_a_sender_up(monkeypatch: pyte
 
 
 def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
-    """At its third message; another decode worker's hand-off goes on."""
+    """It is cut off at its third invalid message; the hand-off to another decode worker goes on."""
     engine, channels = OracleEngine(blocks=8), Channels()
     routers = {name: channels.router("tcp://127.0.0.1:*") for name in ("bad", "good")}
     sender = Sender(channels, engine.memory, new_incarnation(), "here", transport="zmq")

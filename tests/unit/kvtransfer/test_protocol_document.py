@@ -35,7 +35,7 @@ MACHINES = {"sender": SENDER_MOVES, "receiver": RECEIVER_MOVES}
 
 
 def table(moves: Moves) -> str:
-    """The moves as a Markdown table, in the order of the state machine."""
+    """Return the transitions as a Markdown table, in the order of the state machine."""
     rows = ["| state | next states |", "|---|---|", "| (start) | RESERVED |"]
     for state, following in moves.items():
         rows.append(f"| {state.name} | {', '.join(each.name for each in moves if each in following) or '(end)'} |")
@@ -53,7 +53,7 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 
 def test_each_machine_has_its_own_way_to_accepted() -> None:
-    """A sender that was never asked to commit, and a receiver that waits for itself, are broken."""
+    """A sender accepted without a commit, and a receiver that commits, are broken."""
     layout, limits = KvLayout((LayerLayout(1, 4, 4),), "float32", 16), TransferLimits()
     sender = SenderSession(TRANSFER, layout, 16, 0.0, limits)
     receiver = ReceiverSession(TRANSFER, layout, 16, 0, 0.0, limits)

@@ -1,4 +1,4 @@
-"""What a peer that hangs can make a sender keep, and that it is given back."""
+"""Limits on the memory that a hung peer can make a sender hold, and its release."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TURN_S = 0.05
 
 
 class Counting:
-    """A link that counts the bytes that leave over it."""
+    """A link that counts the payload bytes it hands over."""
 
     name, grain = zeromq.NAME, 1
 
@@ -50,7 +50,7 @@ class Counting:
 
 
 class Meeting:
-    """A sender on a clock of the test's, and a decode worker of which there is only a socket."""
+    """A sender on a test clock, and a decode worker that is only a socket."""
 
     def __init__(self) -> None:
         self.now, self.here, self.there = 100.0, Channels(), Channels()
@@ -62,7 +62,7 @@ class Meeting:
             "elsewhere",
             transport="zmq",
             limits=TransferLimits(frame_bytes=FRAME_BYTES),
-            queue_bytes=2 * QUEUE_BYTES,  # of which one line may have half
+            queue_bytes=2 * QUEUE_BYTES,  # one peer may use half
         )
         self.router, address = self.there.router("tcp://127.0.0.1:*")
         self.peer = Peer("decode", new_incarnation(), address, "here", "float32", TOKEN)  # type: ignore[arg-type]
@@ -71,13 +71,13 @@ class Meeting:
         self.sender._links[zeromq.NAME] = self.link
 
     def wait(self) -> TransferId:
-        """A new hand-off of a prompt that is not computed yet."""
+        """Open a hand-off of a prompt that is not computed yet."""
         transfer = TransferId(new_request_id(), 1)
         self.sender.open(transfer, self.peer, TOKENS, self.table, self.now)
         return transfer
 
     def ship(self) -> TransferId:
-        """A new hand-off of a prompt that is computed."""
+        """Open a hand-off of a computed prompt."""
         transfer = self.wait()
         self.sender.computed(transfer, self.table, TOKENS, 4, self.now)
         return transfer
@@ -87,7 +87,7 @@ class Meeting:
         return self.sender.pump(self.now)
 
     def read(self) -> tuple[bytes, Any]:
-        """The next message or frame header that the peer gets."""
+        """Return the sender's identity and the next message or frame header that reaches the peer."""
         give_up = time.monotonic() + scaled(20.0)
         while time.monotonic() < give_up:
             self.sender.pump(self.now)
@@ -97,18 +97,19 @@ class Meeting:
         raise AssertionError("nothing arrives")
 
     def hear(self, transfer: TransferId) -> bytes:
-        """The peer reads until this announcement; who it comes from."""
+        """Read until the announcement of ``transfer``; return the identity it came from."""
         while True:
             identity, message = self.read()
             if isinstance(message, Open) and (message.request, message.attempt) == transfer:
                 return identity
 
     def grant(self, transfer: TransferId) -> None:
-        """The peer reads until this announcement, and grants it; again if it came over a connection that has ended."""
+        """Read until the announcement of ``transfer`` and grant it; repeat if the announcement came over a closed
+        connection."""
         grant = encode(Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant")))
         give_up = time.monotonic() + scaled(20.0)
         while True:
-            with contextlib.suppress(zmq.ZMQError):  # nobody is there any more
+            with contextlib.suppress(zmq.ZMQError):  # the connection has been closed
                 self.router.send_multipart([self.hear(transfer), grant])
             soon = time.monotonic() + 0.5
             while not self.sender.granted(transfer) and time.monotonic() < soon:
@@ -134,7 +135,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
 
 
 def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(meeting: Meeting) -> None:
-    transfers = [meeting.ship() for _ in range(4)]  # twice what fits into the queue
+    transfers = [meeting.ship() for _ in range(4)]  # twice as much as fits into the queue
     for transfer in transfers:
         meeting.grant(transfer)
     line = meeting.sender._lines[meeting.peer.incarnation]
@@ -149,7 +150,7 @@ def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(me
 
 
 def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meeting: Meeting) -> None:
-    """Each new line gets as much as is still free: a half, a quarter, an eighth of the whole."""
+    """Each new peer may use half of what is free: a half, a quarter, an eighth of the whole."""
     queued, homes = [], [meeting.router]
     try:
         for _ in range(3):
@@ -164,7 +165,7 @@ def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meetin
     finally:
         for router in homes[:-1]:
             router.close(linger=0)
-    slack = 6 * FRAME_BYTES  # a hand-off with nothing on its way is never held up
+    slack = 6 * FRAME_BYTES  # a hand-off with nothing in flight may always send
     for peers, bytes_ in enumerate(queued, 1):
         share = 2 * QUEUE_BYTES >> peers
         assert share - FRAME_BYTES <= bytes_ <= share + slack, peers
@@ -172,7 +173,7 @@ def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meetin
 
 
 def test_what_was_queued_for_a_peer_that_has_died_is_given_back_within_a_lease(meeting: Meeting) -> None:
-    """The coordinator noticed first: the hand-offs are aborted, not given up here."""
+    """The coordinator aborts the hand-offs before the sender notices the death."""
     transfers = [meeting.ship() for _ in range(4)]
     for transfer in transfers:
         meeting.grant(transfer)
@@ -193,7 +194,7 @@ def test_who_has_not_waited_as_long_goes_on_over_a_new_connection(meeting: Meeti
     for _ in range(int(1.7 / TURN_S)):
         assert meeting.turn() == []
     late = meeting.ship()
-    meeting.hear(late)  # all that it says over the old connection
+    meeting.hear(late)  # the only message over the old connection
     while not (ended := meeting.turn()):
         assert meeting.now < 110
     assert [each.transfer for each in ended] == [early]
@@ -209,14 +210,14 @@ def test_who_has_not_waited_as_long_goes_on_over_a_new_connection(meeting: Meeti
 
 
 def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> None:
-    """One hand-off is stuck; the answers to another show that the peer is there."""
+    """One hand-off gets no answers; the answers to another show that the peer lives."""
     stuck = meeting.ship()
     meeting.grant(stuck)
     busy = meeting.wait()
     line = meeting.sender._lines[meeting.peer.incarnation]
     ended: list[Any] = []
     while not ended:
-        meeting.grant(busy)  # again and again, each time that it is announced
+        meeting.grant(busy)  # at each announcement
         for _ in range(int(0.5 / TURN_S) + 1):
             ended += meeting.turn()
         assert meeting.now < 110
@@ -231,7 +232,7 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
 
 @pytest.mark.parametrize("says", ["grant", "heard"])
 def test_a_peer_that_only_repeats_what_it_said_before_the_first_frame_is_given_up(meeting: Meeting, says: str) -> None:
-    """As one does to which frames come damaged, every one: it knows of the hand-off, and that is all it knows."""
+    """A peer does so if every frame reaches it damaged: it knows the hand-off, but makes no progress."""
     transfer = meeting.ship()
     meeting.grant(transfer)
     began, ended = meeting.now, []
@@ -251,7 +252,7 @@ def test_a_peer_that_only_repeats_what_it_said_before_the_first_frame_is_given_u
 
 
 def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(meeting: Meeting) -> None:
-    """A slow line: what others have handed to it takes 4 s to arrive, a frame after the other."""
+    """On a slow connection, the first hand-off's frames take 4 s to arrive, one after the other."""
     first, second = meeting.ship(), meeting.ship()
     meeting.grant(first)
     meeting.grant(second)
@@ -287,7 +288,7 @@ def test_who_has_nothing_to_send_is_not_behind_however_short_the_time(meeting: M
 
 
 def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time for one frame in each turn: all of three transfers repeat what was lost, not the oldest again and again."""
+    """Each turn has time for one frame. All three transfers repeat lost frames in turn, not only the oldest one."""
     meeting.sender._queue_bytes = 32 * KV_BYTES
     transfers = [meeting.ship() for _ in range(2)]
     for _ in range(20):
@@ -313,7 +314,7 @@ def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkey
 
 
 def test_frames_behind_others_on_the_line_are_not_repeated(meeting: Meeting) -> None:
-    """A peer beside streams takes one frame per step: what stands in line is not lost, however long that takes."""
+    """A peer beside streams takes one frame per step. Frames in the queue are not lost, however long they wait."""
     meeting.sender._queue_bytes = 1 << 30
     transfers = [meeting.ship() for _ in range(6)]
     for identity, transfer in [(meeting.hear(transfer), transfer) for transfer in transfers]:

@@ -1,4 +1,4 @@
-"""Pools that are out of reach for a while: nobody waits at the door, and what was broken heals with its cause."""
+"""Sender pools that are out of reach for a while: connecting never blocks the receiver, and it is tried again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKEN = b"known to both ends"
 
 
 class Meeting:
-    """A receiver on a clock of the test's, and a sender of which there is only a socket and, maybe, a door."""
+    """A receiver on a test clock, and a sender that is only a socket and, for some tests, a pool endpoint."""
 
     def __init__(self, transport: str) -> None:
         self.transport, self.channels, self.now = transport, Channels(), 100.0
@@ -44,13 +44,13 @@ class Meeting:
         self.ended: list[Landed | TransferFailed] = []
 
     def stand_still(self) -> None:
-        """There is a door, and its owner is stopped: the kernel lets visitors wait."""
+        """Open an endpoint whose owner is stopped: the kernel accepts connections and nothing answers."""
         self.endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.endpoint.bind(f"\0{self._address}")
         self.endpoint.listen(16)
 
     def go_on(self) -> None:
-        """The stopped owner wakes up and serves its visitors."""
+        """Let the stopped owner continue and serve one connection."""
         visitor, _ = self.endpoint.accept()
         with visitor:
             socket.send_fds(visitor, [b"pool"], [self.pool.fd])
@@ -69,7 +69,7 @@ class Meeting:
         return f"tandem-kv-{self.sender}"
 
     def announce(self) -> TransferId:
-        """A new hand-off, expected and announced."""
+        """Expect and announce a new hand-off."""
         self.transfers += 1
         transfer = TransferId(RequestId(self.transfers.to_bytes(16, "big")), 0)
         peer = Peer("sender", self.sender, "", "here", "float32", TOKEN)
@@ -84,7 +84,7 @@ class Meeting:
         assert send(self.line, message)
 
     def answer(self, transfer: TransferId) -> Any:
-        """What comes next about ``transfer``, while the clock of the receiver stands still."""
+        """Return the next message about ``transfer`` while the receiver's clock stands still."""
         give_up = time.monotonic() + scaled(20.0)
         while time.monotonic() < give_up:
             self.ended += self.receiver.pump(self._clock, 1.0)
@@ -114,7 +114,7 @@ def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
 
 
 def out_of_reach(meeting: Meeting, message: Any) -> bool:
-    """How each transport says it: auto takes ZeroMQ, shm fails."""
+    """Return whether ``message`` reports an unreachable pool: auto falls back to ZeroMQ, shm fails."""
     if meeting.transport == "auto":
         return isinstance(message, Grant) and message.link == "zmq"
     return isinstance(message, Cancel) and "out of reach" in message.reason
@@ -147,13 +147,13 @@ def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
     assert out_of_reach(meeting, meeting.answer(meeting.announce())), "not at once"
     meeting.now += PAUSE_S
     answers = [meeting.answer(transfer := meeting.announce())]
-    if isinstance(answers[0], Heard):  # the door has a thread of its own, which may not have run yet
+    if isinstance(answers[0], Heard):  # the endpoint's thread may not have run yet
         answers.append(meeting.answer(transfer))
     assert isinstance(answers[-1], Grant) and answers[-1].link == "shm"
 
 
 def test_pauses_grow_and_end(meeting: Meeting) -> None:
-    """Nobody is there at all: every try fails at once."""
+    """There is no endpoint at all, so every try fails at once."""
     tries: list[float] = []
     source = meeting.receiver._sources
     attempt = source._try
@@ -171,15 +171,15 @@ def test_pauses_grow_and_end(meeting: Meeting) -> None:
 
 
 def mapped_pools() -> int:
-    """Mappings of KV pools that this process holds."""
+    """Return how many mappings of KV pools this process holds."""
     with open("/proc/self/maps") as maps:
         return sum("memfd:tandem-kv" in line for line in maps)
 
 
 def granted(meeting: Meeting) -> TransferId:
-    """A new hand-off that reads the sender's pool."""
+    """Open a new hand-off that reads the sender's pool."""
     answer = meeting.answer(transfer := meeting.announce())
-    while isinstance(answer, Heard):  # the door has a thread of its own, which may not have run yet
+    while isinstance(answer, Heard):  # the endpoint's thread may not have run yet
         answer = meeting.answer(transfer)
     assert isinstance(answer, Grant) and answer.link == "shm"
     return transfer
@@ -220,7 +220,8 @@ def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_nothing_is_taken_at_a_door_of_another_user() -> None:
-    """The name of a pool is free once its owner has died, and its frames may still be on their way."""
+    """Once a pool's owner has died, another user can take its address while frames of the owner are still on their
+    way."""
     address = f"tandem-kv-{new_incarnation()}"
     program = (
         "import os, socket, sys\n"

@@ -1,4 +1,4 @@
-"""Trials that measure a link, and what they may not hold up."""
+"""Trial hand-offs that measure a link, and the work that they must not delay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_trial_measures_the_link_and_leaves_nothing(pair: Bench) -> None:
     assert [each.bytes for each in pair.measured] == [100 * layout.token_bytes]
     assert pair.measured[0].seconds > 0
     pair.until(pair.quiet)
-    assert pair.workers["decode-1"].cache.pool.counts.cached == 0  # meaningless blocks are never offered to anybody
+    assert pair.workers["decode-1"].cache.pool.counts.cached == 0  # trial blocks never enter the prefix cache
 
 
 def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
@@ -82,7 +82,7 @@ def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_second_signal_stops_what_would_go_on(bench: Bench, role: str) -> None:
-    """Prefill waits for a grant that does not come, decode for the end of a long answer: draining would last."""
+    """Prefill waits for a grant that never comes, decode for the end of a long answer: draining would take long."""
     bench.add("prefill", OracleEngine(64))
     bench.add("decode", OracleEngine(64))
     request = make_request(40, 800)

@@ -1,4 +1,4 @@
-"""The contract of a link, for every link: the cells arrive as they were, or nothing is written and an error says so."""
+"""The contract of every link: the cells arrive unchanged, or nothing is written and an error is raised."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
 TRANSFER = TransferId(RequestId(b"t" * 16), 1)
 SOURCE_TABLE = [BlockId(b) for b in (5, 1, 6, 3, 7, 0)]
 TARGET_TABLES = {32: [BlockId(b) for b in (2, 4, 0)], 16: [BlockId(b) for b in (2, 4, 0, 6, 1, 7)]}
-"""By block size: the receiver's blocks of the same tokens."""
+"""The receiver's blocks of the same tokens, by block size."""
 
 
 @dataclass
 class Pair:
-    """A sender's pool, a receiver's, mostly of another layout of blocks, and a link between them."""
+    """The pools of a sender and a receiver, mostly with different layouts, and a link between them."""
 
     source: KvMemory
     target: KvMemory
@@ -63,7 +63,7 @@ class Pair:
     receiving: ReceiveLink
 
     def carry(self, cells: Rectangle, payload: bytes | None = None) -> None:
-        """One frame from side to side; ``payload`` arrives in place of the right one."""
+        """Carry one frame from the sender to the receiver; ``payload`` replaces the correct one."""
         right, size, checksum = self.sending.payload(TRANSFER, SOURCE_TABLE, cells)
         header = FrameHeader(TRANSFER, 0, cells, size, checksum)
         self.place(header, bytes(right) if payload is None else payload)
@@ -80,7 +80,7 @@ class Pair:
         return bool((self.target.raw != 0xEE).any())
 
     def wipe(self, cells: Rectangle) -> None:
-        """As if these cells had not been written."""
+        """Mark these cells as not written."""
         size = self.target.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
         self.target.write(self.table, cells.tokens, cells.layers, np.full(size, 0xEE, np.uint8))
 
@@ -99,7 +99,7 @@ needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nix
 
 
 def pairs(*links: str) -> list[Any]:
-    """Each link between each pair of pools."""
+    """Return each link with each pair of pools as test parameters."""
     marks = {"nixl": [needs_nixl, pytest.mark.torch]}
     return [
         pytest.param((link, pools), marks=marks.get(link, ()), id=f"{link}-{pools}")
@@ -117,7 +117,7 @@ def reached(reader: nixl.NixlReader, owner: Incarnation, announcement: bytes, so
 
 
 def knocked(pools: memory.Pools, source: KvMemory) -> int:
-    """The descriptor of a pool, from its endpoint."""
+    """Return a pool's file descriptor, as its endpoint sends it."""
     endpoint = pools.endpoint(source, new_incarnation())
     connection = pools.connect(endpoint.address)
     descriptor = connection.answer()
@@ -127,7 +127,7 @@ def knocked(pools: memory.Pools, source: KvMemory) -> int:
 
 
 def had(reading: Reading[T]) -> T:
-    """What was read; it does not take long."""
+    """Wait for ``reading`` and return its result."""
     while (what := reading.landed()) is None:
         pass
     return what
@@ -192,7 +192,7 @@ def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pa
     faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
     pair.sending = faulty
     if fault == "swap":
-        faulty.payload(TRANSFER, SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # what will come in place of the next
+        faulty.payload(TRANSFER, SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # the payload that replaces the next one
     for _ in range(50 if fault != "swap" else 1):
         with pytest.raises(Damaged):
             pair.carry(Rectangle(0, 3, 0, 32))
@@ -279,11 +279,11 @@ NOWHERE = {
     "too few blocks": lambda blocks: blocks[:, :-1],
     "too many blocks": lambda blocks: np.hstack([blocks, blocks]),
 }
-"""What directions may say in place of generations and ids."""
+"""Invalid changes to the generations and ids of the blocks that a payload refers to."""
 
 
 def leading(payload: Payload, transfer: TransferId, cells: Rectangle, checksum: int, to: str) -> bytes:
-    """Directions that their sender has signed, although they lead nowhere."""
+    """Return the block references changed by ``NOWHERE[to]``, signed correctly although they are invalid."""
     count = (len(payload) - 8) // 12
     generations, ids = np.frombuffer(payload, "<u8", count), np.frombuffer(payload, "<u4", count, 8 * count)
     generations, ids = NOWHERE[to](np.stack([generations.astype(np.int64), ids]))
@@ -303,7 +303,7 @@ def test_directions_that_lead_nowhere_are_their_senders_fault(pair: Pair, to: st
 
 
 class Lying:
-    """A link whose directions lead nowhere."""
+    """A link whose payloads refer to blocks that do not exist."""
 
     def __init__(self, inner: SendLink, to: str) -> None:
         self.name, self.grain, self.inner, self.to = inner.name, inner.grain, inner, to
@@ -314,7 +314,7 @@ class Lying:
 
 
 class Failing:
-    """A link whose payloads arrive as they were ``right`` times, and corrupted from then on."""
+    """A link that delivers ``right`` payloads unchanged and corrupts all later ones."""
 
     def __init__(self, inner: SendLink, right: int) -> None:
         self.name, self.grain, self.inner, self.left = inner.name, inner.grain, inner, right
@@ -329,7 +329,7 @@ LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=[needs_nixl, pytest.
 
 
 class Handoff:
-    """A sender and a receiver on real sockets, and one transfer between them that is computed."""
+    """A sender and a receiver on real sockets, with one transfer between them."""
 
     def __init__(
         self, link: str, layout: KvLayout, tokens: int, limits: TransferLimits, channels: Channels | None = None
@@ -357,7 +357,7 @@ class Handoff:
         return time.monotonic() + self.ahead_s
 
     def again(self, after_s: float = 0.0) -> None:
-        """Another attempt, announced and expected, after a while that is not waited for."""
+        """Announce and expect another attempt, with the clock moved ahead by ``after_s``."""
         self.ahead_s += after_s
         self.attempts += 1
         self.transfer = TransferId(TRANSFER.request, self.attempts)
@@ -367,20 +367,20 @@ class Handoff:
         self.sender.open(self.transfer, decode, self.tokens, self.table, self.clock())
 
     def computed(self, *, committed: bool = True) -> None:
-        """The prompt is, and so is its first token if the hand-off is to be ``committed``."""
+        """Mark the prompt as computed and, if ``committed``, its first token too."""
         self.sender.computed(self.transfer, self.table, self.tokens, len(self.layout.layers), self.clock())
         if committed:
             self.sender.finish(self.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
 
     def send(self, *, committed: bool) -> None:
-        """Everything, once it is granted; the receiver has not looked at it."""
+        """Send everything once it is granted; the receiver has read none of it."""
         while not self.sender.granted(self.transfer):
             self.receiver.pump(self.clock, 0.005)
             self.sender.pump(self.clock())
         self.computed(committed=committed)
 
     def go(self) -> None:
-        """Until both sides have told an end."""
+        """Run until both sides have reported the end of the transfer."""
         began = time.monotonic()
         self.computed()
         while not (self.sent and self.received):
@@ -394,7 +394,7 @@ class Handoff:
         for each in (self.sender, self.receiver, self.here, self.there, self.source, self.target):
             each.close()
         self.endpoints.close()
-        garbage.gc.stop()  # pyzmq's thread for buffers that libzmq sends without a copy, all of which are free now
+        garbage.gc.stop()  # stops pyzmq's thread for buffers that libzmq sends without a copy; all are free now
 
 
 def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
@@ -402,8 +402,8 @@ def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
 
 
 class Held:
-    """A receiver's socket that gives nothing away until ``count`` messages are there, and then all of them. An
-    announcement that a slow grant let the sender repeat is none of them."""
+    """A receiver's socket that returns nothing until ``count`` messages have arrived, and then all of them.
+    Announcements that the sender repeats because a grant is slow are not counted."""
 
     def __init__(self, socket: zmq.Socket[bytes], count: int) -> None:
         self.socket, self.count, self.there = socket, count, list[list[zmq.Frame]]()
@@ -470,8 +470,8 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("changed", [False, True])
 def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str, changed: bool) -> None:
-    """What changes after its copy is noticed where the sender takes its sums afterwards, with the commit; what was sent
-    with its sum stays what it was."""
+    """A link whose sender checksums the source at the commit notices a later change; a link that checksums its own copy
+    is not affected by one."""
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
     handoff = Handoff(link, layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     late = handoff.link == shm.NAME
@@ -516,7 +516,7 @@ def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> Non
     handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=True)
-        with mock.patch.object(handoff.receiver, "_reply"):  # lost
+        with mock.patch.object(handoff.receiver, "_reply"):  # the answer is lost
             while not handoff.received:
                 handoff.received += handoff.receiver.pump(handoff.clock, 0.005)
         handoff.ahead_s += 0.5
@@ -532,7 +532,7 @@ def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> Non
 @pytest.mark.parametrize("right", [0, 1])
 @pytest.mark.parametrize("link", LINKS)
 def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(link: str, right: int) -> None:
-    """Not even the first frame, although grants and announcements go on."""
+    """Also if not even the first frame arrives, although grants and announcements go on."""
     limits = TransferLimits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits)
     try:
@@ -608,7 +608,7 @@ def test_a_pool_in_this_process_is_reached_while_its_owner_answers_and_its_door_
 
 
 def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has used up its descriptors for a moment must not be out of reach for the rest of its life."""
+    """A process that runs out of descriptors for a moment must not be unreachable for the rest of its life."""
     refused = threading.Semaphore(0)
 
     class Exhausted(socket.socket):
@@ -638,7 +638,7 @@ def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest
 
 
 def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All decode workers of a host may come at once, before the endpoint's thread has run; nobody is sent away."""
+    """All decode workers of a host may connect at once, before the endpoint's thread runs; all of them are served."""
     opens = threading.Event()
     serve = shm.PoolEndpoint._serve
 
@@ -688,7 +688,7 @@ def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
     endpoint, reader = nixl.NixlPoolEndpoint(memory, owner), nixl.NixlReader(new_incarnation())
-    beyond = reader.reach(owner, endpoint.announcement, memory.layout, 1 << 20)  # more blocks than there are
+    beyond = reader.reach(owner, endpoint.announcement, memory.layout, 1 << 20)  # more blocks than the pool has
     with pytest.raises(WireError, match="cannot be read"):
         had(beyond.read(np.array([1 << 19]), range(16), range(1)))
     assert beyond.lost
@@ -721,12 +721,12 @@ signal.pause()
 def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # else the kernel would read it, however still it stands
+    monkeypatch.setenv("UCX_TLS", "tcp")  # otherwise the kernel reads the memory of the stopped process
     layout = KvLayout(LAYERS, "float32", 16)
     reader = nixl.NixlReader(new_incarnation())
     with contextlib.ExitStack() as stack:
         it = stack.enter_context(subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True))
-        stack.callback(it.kill)  # stopped, it would wait for ever
+        stack.callback(it.kill)  # a stopped process would not end by itself
         assert it.stdout is not None
         said = next(line.split() for line in it.stdout if line.startswith("announced"))
         owner, announcement = Incarnation(said[1]), bytes.fromhex(said[2])
@@ -752,7 +752,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
         with pytest.raises(WireError, match="cannot be read"):  # noqa: PT012
             while reading.landed() is None:
                 looks += 1
-                time.sleep(0.01)  # the worker's other things
+                time.sleep(0.01)  # stands for the worker's other work
         assert looks > 5 and pool.lost and time.thread_time() - busy < nixl.READ_S / 2
         reading.close()
         pool.close()
@@ -762,7 +762,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
             assert visit.answer() is None
             visit.close()
             assert not pool._landings
-        reader.close()  # and not after it goes on: UCX answers what was asked meanwhile, and may abort the asker
+        reader.close()  # before the sender continues: UCX would answer old requests and may abort this process
 
 
 @needs_nixl
@@ -776,7 +776,7 @@ def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_
     def fails_once(pool: nixl.NixlPool, *arguments: Any) -> tuple[Any, str]:
         starts.append(pool)
         handle, state = start(pool, *arguments)
-        return handle, "ERR" if len(starts) == 2 else state  # the first one is the knock
+        return handle, "ERR" if len(starts) == 2 else state  # the first start is that of the connection
 
     monkeypatch.setattr(nixl.NixlPool, "start", fails_once)
     try:
