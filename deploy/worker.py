@@ -56,7 +56,9 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
         lent.take_back()  # an earlier process may have died while it lent its cores
         others = [core for core in lending.cores if core in range(MAX_CORES) and core not in config.cores]
     if config.out_of_reach:
-        log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
+        log.warning(
+            "other machines cannot reach this worker at %s: set --host to an address that they can", config.host
+        )
     malloc.keep_freed()
     open_files.raise_limit()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)

@@ -33,7 +33,7 @@ def parse_messages(
     if not items:
         refuse("'messages' is an empty array; at least one message is needed.", "messages")
     if (entries := sum(map(_entries, items))) > MAX_ENTRIES:
-        refuse(f"'messages' have {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
+        refuse(f"'messages' has {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
     if check_chars is not None:
         check_chars(sum(map(len, chain.from_iterable(map(_arguments, items)))), "messages")
     return [_message(item, f"messages[{index}]", budget) for index, item in enumerate(items)]
@@ -68,7 +68,7 @@ def _message(item: object, at: str, budget: JsonBudget) -> Json:
     message["content"] = content if content is not None else fields.string("refusal", limit=1 << 26) or ""
     if calls:
         if role != "assistant":
-            refuse("Only the assistant makes tool calls.", f"{at}.tool_calls")
+            refuse("Only assistant messages can have tool calls.", f"{at}.tool_calls")
         message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]", budget) for n, call in enumerate(calls)]
     if role == "tool":
         message["tool_call_id"] = fields.string("tool_call_id") or fields.missing("tool_call_id")

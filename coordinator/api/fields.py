@@ -140,7 +140,7 @@ def parse_arguments(text: str, param: str, budget: JsonBudget) -> Json:
     except (msgspec.DecodeError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        refuse(f"{param!r} must be a JSON object, as a string.", param)
+        refuse(f"{param!r} must be a string that contains a JSON object.", param)
     _keys(value, MAX_DEPTH, param)
     return value
 

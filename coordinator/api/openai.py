@@ -65,7 +65,7 @@ def parse_chat(
         if generation and fields.has("add_generation_prompt"):
             refuse("'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message")
         if messages[-1]["role"] != "assistant":
-            refuse("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
+            refuse("'continue_final_message' needs an assistant message at the end.", "continue_final_message")
     return ChatBody(
         options=_with_ignored(options, fields),
         messages=messages,
@@ -117,7 +117,7 @@ def _template_kwargs(fields: Fields) -> Json:
     for name in kwargs:
         if name in _RESERVED_KWARGS or name.startswith("_"):
             refuse(
-                f"'chat_template_kwargs' may not set {name[:64]!r}: the server gives templates that name itself.",
+                f"'chat_template_kwargs' must not set {name[:64]!r}: this name is reserved.",
                 f"chat_template_kwargs.{name[:64]}",
             )
     if (effort := fields.string("reasoning_effort", limit=64)) is not None:
@@ -194,7 +194,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     for name in _TRANSFER_FIELDS:
         if fields.has(name):
             refuse(
-                f"{name!r} is not for clients: the server alone decides where KV blocks travel.", name, "unsupported"
+                f"{name!r} cannot be set by clients: the server decides where KV blocks are sent.", name, "unsupported"
             )
     for name, text in UNSUPPORTED.items():
         value = fields.raw(name)

@@ -90,7 +90,7 @@ class ServedModel:
         """Raise RequestError 404 unless ``wanted`` is this model's name or None."""
         if wanted is not None and wanted != self.name:
             raise RequestError(
-                f"The model {wanted[:128]!r} does not exist; this server has {self.name!r}.",
+                f"The model {wanted[:128]!r} does not exist; this server serves {self.name!r}.",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -120,7 +120,7 @@ class ServedModel:
             chat = self.text.chat_text(body, most)
         except TooMuchText:
             head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
-            text = f"{head}, but the chat template makes more of 'messages'. Shorten them."
+            text = f"{head}, but 'messages' has more after the chat template is applied. Shorten it."
             raise _too_long(text, "messages") from None
         self.check_chars(chat.chars, "messages")
         return chat
@@ -248,7 +248,7 @@ class ServedModel:
             max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
             if max_tokens > most:
                 text = f"The answer may have {max_tokens * per_token:,} bytes of log-probabilities, at most"
-                text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Ask for less, or for a stream."
+                text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Request fewer, or a stream ('stream': true)."
                 refuse(text, "top_logprobs" if prompt_field == "messages" else "logprobs")
         self._check_ids(asked)
         seed = secrets.randbits(64) if asked.seed is None else asked.seed % (1 << 64)
@@ -282,7 +282,7 @@ class ServedModel:
         head = f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}"
         if room < 1:
             raise _too_long(f"{head}. Shorten the prompt.", prompt_field)
-        raise _too_long(f"{head} and {wanted} more are asked for. At most {room} output tokens fit.", "max_tokens")
+        raise _too_long(f"{head} and {wanted} output tokens are requested. At most {room} fit.", "max_tokens")
 
     def check_chars(self, chars: int, param: str) -> None:
         """Raise RequestError if no text of ``chars`` characters can fit the context."""

@@ -43,8 +43,8 @@ def make_app(services: Services) -> web.Application:
     config = services.config
     cors = Cors(config.allowed_origins or ())
     if cors.allows_all and not config.api_keys():
-        log.warning("every web page in a browser that reaches this server may use it: set --api-key")
-    left = RateLimitedLog(logging.INFO, "%d more clients have left before they were answered: %s")
+        log.warning("any web page in a browser that can reach this server may use it: set --api-key")
+    left = RateLimitedLog(logging.INFO, "%d more clients disconnected before they were answered: %s")
     app = web.Application(
         middlewares=[guard(config, cors, left)],
         client_max_size=config.max_body_bytes,
@@ -126,5 +126,5 @@ def _close_silent_and_unread(
             services.metrics.cut_off("sending")
             connection.force_close()
         elif connection.is_unread(now, patience_s):
-            cut(f"has taken nothing of its answers for {patience_s:g} s")
+            cut(f"has read nothing of its responses for {patience_s:g} s")
             connection.abort()

@@ -69,7 +69,7 @@ class Services:
     answers: OpenAnswers = field(default_factory=OpenAnswers)
     bodies: Bodies = field(init=False)
     cuts: RateLimitedLog = field(
-        default_factory=lambda: RateLimitedLog(logging.WARNING, "%d more clients were cut off: %s")
+        default_factory=lambda: RateLimitedLog(logging.WARNING, "%d more clients were disconnected: %s")
     )
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T])
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise RequestError(
-            f"A body with Content-Encoding {encoding[:32]!r} is not taken; send it plain.",
+            f"Content-Encoding {encoding[:32]!r} is not supported; send the body uncompressed.",
             status=415,
             code="unsupported_content_encoding",
         )
@@ -144,6 +144,6 @@ def read_timeout(services: Services) -> tuple[float, Callable[[str], None]]:
 
     def cut(why: str) -> None:
         services.metrics.cut_off("reading")
-        services.cuts.add(f"({why})", f"a client is cut off: it {why}")
+        services.cuts.add(f"({why})", f"a client is disconnected: it {why}")
 
     return services.config.client_timeout, cut

@@ -94,8 +94,8 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
             written = request.get(WRITTEN)
             if request.transport is None and not (written and written.done()):
                 resource = request.match_info.route.resource
-                what = f"{request.method} {resource.canonical if resource else 'elsewhere'}"
-                left.add(what, f"499 {what}: the client has left")
+                what = f"{request.method} {resource.canonical if resource else 'an unknown path'}"
+                left.add(what, f"499 {what}: the client disconnected")
             raise
         except Exception:
             log.exception("%s %s failed", request.method, route(request))
@@ -120,7 +120,9 @@ def _check_body(request: web.Request) -> None:
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large(request)
     if request.get(EXPECTATION, "100-continue").lower() != "100-continue":
-        raise RequestError("Only 100-continue can be expected.", status=417, code="unsupported_expectation")
+        raise RequestError(
+            "The only supported expectation is 'Expect: 100-continue'.", status=417, code="unsupported_expectation"
+        )
 
 
 def announce_reading(request: web.Request) -> None:
@@ -187,7 +189,9 @@ class _Gate:
         token = _token(request)
         if not _matches(token, keys):
             if path.startswith("/admin") and _matches(token, self._client_keys):
-                raise RequestError("This key has no right to /admin.", status=403, code="insufficient_permissions")
+                raise RequestError(
+                    "This API key does not give access to /admin.", status=403, code="insufficient_permissions"
+                )
             raise _unauthorized(token)
 
     def _names_here(self, authority: str) -> bool:
@@ -210,7 +214,7 @@ def _token(request: web.Request) -> bytes | None:
     tokens.update(value.strip() for value in request.headers.getall("x-api-key", ()))
     tokens.discard("")
     if len(tokens) > 1:
-        raise RequestError("The request has several keys that differ.", status=401, code="invalid_api_key")
+        raise RequestError("The request has several different API keys.", status=401, code="invalid_api_key")
     return tokens.pop().encode("utf-8", "surrogateescape") if tokens else None
 
 
@@ -220,24 +224,24 @@ def _matches(token: bytes | None, keys: list[bytes]) -> bool:
 
 
 def _unauthorized(token: bytes | None) -> RequestError:
-    text = "The API key is wrong."
+    text = "The API key is invalid."
     if token is None:
         text = "No API key was given: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
     return RequestError(text, status=401, code="invalid_api_key")
 
 
 def _foreign(header: str, value: str) -> RequestError:
-    other = ", name the page's origin with --allowed-origins" if header == "Origin" else ""
+    other = ", allow the page's origin with --allowed-origins" if header == "Origin" else ""
     return RequestError(
-        f"The {header} {value[:128]!r} is not this machine, and no key is needed here. Set --api-key{other}, or open"
-        " the server to every web page with --insecure-http.",
+        f"The {header} {value[:128]!r} does not name this machine, and this route needs no API key. Set"
+        f" --api-key{other}, or open the server to every web page with --insecure-http.",
         status=403,
         code="forbidden_origin",
     )
 
 
 def _too_large(request: web.Request) -> RequestError:
-    text = f"The request body has more than {request.client_max_size:,} bytes, which --max-body-bytes allows."
+    text = f"The request body has more than {request.client_max_size:,} bytes, the limit of --max-body-bytes."
     return RequestError(text, status=413, code="request_too_large")
 
 
@@ -245,12 +249,12 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestErro
     """Translate an error of aiohttp's router or body reader to a RequestError."""
     match error.status:
         case 404:
-            text = f"There is no {request.method} {request.path[:128]} here."
+            text = f"There is no endpoint {request.method} {request.path[:128]}."
             if request.path.startswith(("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/rerank", "/v1/moderations")):
-                text = f"{request.path[:128]} is not served: this server generates text."
+                text = f"{request.path[:128]} is not supported: this server only generates text."
             return RequestError(text, status=404, code="not_found")
         case 405:
-            text = f"{request.path[:128]} does not take {request.method[:16]}."
+            text = f"{request.path[:128]} does not support {request.method[:16]}."
             return RequestError(text, status=405, code="method_not_allowed")
         case 413:
             return _too_large(request)

@@ -109,14 +109,14 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         HeadTooLong,
         "too long",
-        f"The request line and the headers have more than {MAX_HEAD_BYTES:,} bytes together, or requests that wait for"
-        f" an earlier one on the same connection have more than {MAX_WAITING_BYTES:,} with their bodies.",
+        f"The request line and the headers have more than {MAX_HEAD_BYTES:,} bytes together, or the pipelined requests"
+        f" that wait on this connection have more than {MAX_WAITING_BYTES:,} bytes with their bodies.",
     ),
-    (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
+    (http_exceptions.BadHttpMethod, "not HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not supported."),
     (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
     (http_exceptions.InvalidURLError, "bad target", "The target of the request is malformed."),
-    (TooMuchHeld, "too much is unfinished", "unfinished requests hold too much memory"),
-    (TooManyFiles, "no file is left", "too many connections are open"),
+    (TooMuchHeld, "too many unfinished requests", "unfinished requests hold too much memory"),
+    (TooManyFiles, "too many connections", "too many connections are open"),
     (Unreadable, "bad target", "The target of the request is malformed."),
     (http_exceptions.InvalidHeader, "bad header", "A header of the request is malformed."),
     (http_exceptions.TransferEncodingError, "bad body", "The chunks of the request body are malformed."),
@@ -343,7 +343,7 @@ class Connection(web.RequestHandler):
         if exc is not None:
             self._log(exc)
         if request.writer.output_size > 0:
-            raise ConnectionError("a part of another answer was sent already")
+            raise ConnectionError("a part of another response has been sent already")
         found = malformed_request(exc) if exc is not None else None
         error = found[1] if found else internal_error()
         if isinstance(exc, TooMuchHeld | TooManyFiles):
@@ -372,9 +372,7 @@ class Connection(web.RequestHandler):
 
 
 def _all_open(what: str) -> str:
-    return (
-        f"of the {open_files.limit()} files and connections that may be open nearly all are, {what}: {open_files.HINT}"
-    )
+    return f"nearly all of the {open_files.limit()} allowed files and connections are open, {what}: {open_files.HINT}"
 
 
 def _unacknowledged(transport: asyncio.BaseTransport | None) -> int:
@@ -468,14 +466,14 @@ class Runner(web.AppRunner):
         super().__init__(app, **arguments)
         self._error_response = error_response
         self._malformed = RateLimitedLog(logging.WARNING, "%d more malformed requests were refused: %s")
-        self._no_file = RateLimitedLog(logging.WARNING, "%d more times too many files were open: %s")
+        self._no_file = RateLimitedLog(logging.WARNING, "%d more times too many files or connections were open: %s")
 
     def check_files(self) -> None:
         """Log a warning if no file can be opened. uvloop then resets incoming connections without an error."""
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
-            self._no_file.add("unable to open one", _all_open(f"connections are reset ({reason(error)})"))
+            self._no_file.add("unable to open a file", _all_open(f"connections are reset ({reason(error)})"))
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

@@ -65,7 +65,7 @@ class EventStream:
         if waiting > self._bound:
             self._cut(transport, "is too far behind")
         elif now - self._moved_at > self._stall_s:
-            self._cut(transport, f"has taken nothing for {self._stall_s:g} s")
+            self._cut(transport, f"has read nothing for {self._stall_s:g} s")
 
     def _cut(self, transport: asyncio.Transport, why: str) -> None:
         self._on_cut(why)
@@ -108,7 +108,7 @@ async def deliver(
             if left < before or not left:
                 moved_at = clock()
             if not sending.done() and clock() - moved_at > stall_s:
-                on_cut(f"has taken nothing of its answer for {stall_s:g} s")
+                on_cut(f"has read nothing of its response for {stall_s:g} s")
                 transport.abort()
                 break
         await sending

@@ -93,7 +93,7 @@ def _listed(file: Path, name: str, value: object) -> Iterable[str]:
             return [_text(file, name, each) for each in value]
         case dict():
             return [_text(file, name, each) for each in value.values()]
-    raise _malformed(file, f"{name} is no list of tokens")
+    raise _malformed(file, f"{name} is not a list of tokens")
 
 
 def _added(file: Path, value: object) -> Iterable[str]:
@@ -101,7 +101,7 @@ def _added(file: Path, value: object) -> Iterable[str]:
     if value is None:
         return
     if not isinstance(value, dict):
-        raise _malformed(file, "added_tokens_decoder is no object of tokens")
+        raise _malformed(file, "added_tokens_decoder is not an object of tokens")
     for each in value.values():
         text = _text(file, "added_tokens_decoder", each)
         if isinstance(each, dict) and each.get("special"):
@@ -130,7 +130,7 @@ def token_text(value: object) -> str | None:
 def _text(file: Path, name: str, value: object) -> str:
     text = token_text(value)
     if text is None:
-        raise _malformed(file, f"{name} has {json.dumps(value)[:100]}, which is no token")
+        raise _malformed(file, f"{name} has {json.dumps(value)[:100]}, which is not a token")
     return text
 
 

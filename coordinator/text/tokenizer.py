@@ -180,7 +180,10 @@ class TextModel:
         except RequestError:
             return  # the template accepts other messages only
         if lost := sorted(name for name in self._control.texts if name in self._control.spell(text)):
-            log.warning("what the chat template makes of %s is taken for text: write it in one piece", ", ".join(lost))
+            log.warning(
+                "the chat template assembles %s from parts, so it is tokenized as text: write it as one string",
+                ", ".join(lost),
+            )
 
     def _own_template(self, settings: Mapping[str, Any]) -> str | None:
         file = self.directory / "chat_template.jinja"

@@ -48,12 +48,12 @@ class _Conversation:
     def answer_once(self, prompt: str) -> int:
         """Answer ``prompt`` and return the exit code. Raises StartError if there is no answer."""
         if not prompt.strip():
-            raise StartError("there is nothing to ask", "the prompt is empty", 'say tandem chat "your question"')
+            raise StartError("there is nothing to send", "the prompt is empty", 'run tandem chat "your question"')
         try:
             self._answer(prompt, sys.stdout.isatty())
         except HttpError as error:
             todo = error.todo("change the question or the flags" if error.status == 400 else "see the server's log")
-            raise StartError("there is no answer", str(error), todo) from error
+            raise StartError("the server gave no answer", str(error), todo) from error
         except KeyboardInterrupt:
             print()
             return 130
@@ -64,7 +64,7 @@ class _Conversation:
         import readline  # noqa: F401 - line editing and history for input()
 
         self._console.print(
-            f"[bold]{self._model}[/] at {self._server.url}   [dim]Ctrl-C stops an answer, Ctrl-D ends[/]"
+            f"[bold]{self._model}[/] at {self._server.url}   [dim]Ctrl-C stops an answer, Ctrl-D ends the chat[/]"
         )
         while True:
             try:
@@ -73,7 +73,7 @@ class _Conversation:
                 self._console.print()
                 return 0
             except KeyboardInterrupt:  # not an exit: it may have been meant for an answer that has just ended
-                self._console.print("\n[dim]Ctrl-D ends[/]")
+                self._console.print("\n[dim]Ctrl-D ends the chat[/]")
                 continue
             if not prompt.strip():
                 continue

@@ -63,79 +63,82 @@ class Command:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("up", "serve on this machine: a coordinator and its workers", UpConfig, "deploy.cli.start:up"),
-        Command("coordinator", "the door: HTTP, routing, text", CoordinatorConfig, "deploy.cli.start:coordinator"),
+        Command("up", "serve a model on this machine: a coordinator and its workers", UpConfig, "deploy.cli.start:up"),
         Command(
-            "prefill", "a prefill worker that joins a coordinator", WorkerConfig, "deploy.cli.start:worker",
+            "coordinator", "run a coordinator: HTTP API, routing, tokenization", CoordinatorConfig,
+            "deploy.cli.start:coordinator",
+        ),
+        Command(
+            "prefill", "run a prefill worker that joins a coordinator", WorkerConfig, "deploy.cli.start:worker",
             fixed={"role": "prefill"},
         ),
         Command(
-            "decode", "a decode worker that joins a coordinator", WorkerConfig, "deploy.cli.start:worker",
+            "decode", "run a decode worker that joins a coordinator", WorkerConfig, "deploy.cli.start:worker",
             fixed={"role": "decode"},
         ),
         Command(
-            "chat", "talk to a running server in the terminal", ChatConfig, "deploy.cli.chat:run",
-            argument=("prompt", "ask this, print the answer and leave"),
+            "chat", "chat with a running server in the terminal", ChatConfig, "deploy.cli.chat:run",
+            argument=("prompt", "send this prompt, print the answer and exit"),
         ),
-        Command("scale", "grow or shrink the pools of a running tandem up", ScaleConfig, "deploy.cli.scale:run"),
+        Command("scale", "resize the worker pools of a running tandem up", ScaleConfig, "deploy.cli.scale:run"),
         Command(
-            "eval", "ask a running server the golden set and judge its answers", EvalConfig, "bench.eval.evaluate:run",
+            "eval", "score a running server's answers to a set of questions", EvalConfig, "bench.eval.evaluate:run",
             measures=True,
         ),
         Command(
-            "bench serve", "put load on any OpenAI-compatible server and measure it", BenchServeConfig,
+            "bench serve", "load-test any OpenAI-compatible server", BenchServeConfig,
             "bench.commands.serve:run", measures=True,
         ),
         Command(
-            "bench goodput", "find the highest rate that a server bears", BenchGoodputConfig,
-            "bench.commands.goodput:run", measures=True,
+            "bench goodput", "find the highest request rate at which a server meets its latency objectives",
+            BenchGoodputConfig, "bench.commands.goodput:run", measures=True,
         ),
         Command(
-            "bench compare", "should this workload be disaggregated on these cores?", BenchCompareConfig,
-            "bench.commands.compare:run", measures=True,
+            "bench compare", "compare disaggregated and colocated pools for a workload on these cores",
+            BenchCompareConfig, "bench.commands.compare:run", measures=True,
         ),
         Command(
-            "bench plan", "what compare would say of pools that are not there, by simulation", BenchPlanConfig,
+            "bench plan", "predict by simulation which pools serve a workload best", BenchPlanConfig,
             "bench.commands.plan:run", measures=True,
         ),
         Command(
-            "bench batching", "what continuous batching brings over static", BenchBatchingConfig,
+            "bench batching", "compare continuous with static batching on one server", BenchBatchingConfig,
             "bench.commands.batching:run", measures=True,
         ),
         Command(
-            "bench roofline", "what this machine can do at best", BenchRooflineConfig, "deploy.cli.start:roofline",
-            measures=True,
+            "bench roofline", "measure this machine's bandwidth, compute and transfer limits", BenchRooflineConfig,
+            "deploy.cli.start:roofline", measures=True,
         ),
         Command(
-            "bench kernels", "attention and linear layers beside this machine's limits", BenchKernelsConfig,
+            "bench kernels", "measure attention and linear layers against this machine's limits", BenchKernelsConfig,
             "deploy.cli.start:kernels", measures=True,
         ),
         Command(
-            "bench goals", "the goals C1 to C12 on two cores, beside this machine's limits and vLLM", BenchGoalsConfig,
+            "bench goals", "measure the goals C1 to C12 on two cores, beside vLLM", BenchGoalsConfig,
             "bench.commands.goals:run", measures=True,
         ),
         Command(
-            "bench wire", "KV transfer rate between two processes, by link", BenchWireConfig, "bench.micro.wire:run",
-            measures=True,
+            "bench wire", "measure the KV transfer rate between two processes, by link", BenchWireConfig,
+            "bench.micro.wire:run", measures=True,
         ),
         Command(
-            "bench control-latency", "round trips of control messages while KV streams", BenchControlLatencyConfig,
-            "bench.micro.control_latency:run", measures=True,
+            "bench control-latency", "measure control-message round trips during KV transfers",
+            BenchControlLatencyConfig, "bench.micro.control_latency:run", measures=True,
         ),
         Command(
-            "bench handoff-cost", "CPU time that fault detection and verification add to a request",
+            "bench handoff-cost", "measure the CPU time that fault detection and verification add to a request",
             BenchHandoffCostConfig, "bench.micro.handoff_cost:run", measures=True,
         ),
         Command(
-            "bench lent-core", "engine steps with and without a core lent by an idle worker", BenchLentCoreConfig,
-            "bench.micro.lent_core:run", measures=True,
+            "bench lent-core", "measure engine steps with and without a core lent by an idle worker",
+            BenchLentCoreConfig, "bench.micro.lent_core:run", measures=True,
         ),
         Command(
-            "bench crosscheck", "do other load generators report what bench serve reports?", BenchCrosscheckConfig,
+            "bench crosscheck", "compare bench serve with other load generators", BenchCrosscheckConfig,
             "bench.micro.crosscheck:run", measures=True,
         ),
         Command(
-            "bench quality", "perplexity and agreement of bfloat16 and int8 with float32", BenchQualityConfig,
+            "bench quality", "measure perplexity and agreement of bfloat16 and int8 with float32", BenchQualityConfig,
             "bench.eval.quality:run", measures=True,
         ),
         Command(
@@ -143,17 +146,17 @@ COMMANDS = {
             "bench.commands.pages:run",
         ),
         Command(
-            "bench install-peers", "install vLLM and NIXL in an environment of their own, to measure beside Tandem",
+            "bench install-peers", "install vLLM and NIXL in a separate environment, for comparison",
             BenchInstallPeersConfig, "bench.peers.install:run",
         ),
         Command(
-            "keygen", "make the keys by which the parts of a cluster know each other", KeygenConfig,
+            "keygen", "create the keys with which the processes of a cluster authenticate", KeygenConfig,
             "deploy.cli.start:keygen",
         ),
     )
 }  # fmt: skip
 """All commands by name."""
-FAMILIES = {"bench": "measure servers, and what disaggregation brings"}
+FAMILIES = {"bench": "benchmark servers, pool layouts, kernels and links"}
 """Command groups (the first word of two-word commands) and their help."""
 CONFIGS = tuple(dict.fromkeys(command.config for command in COMMANDS.values()))
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         if words[:1] == ["bench"]:
-            print("interrupted, before there was a result", file=sys.stderr)
+            print("interrupted before there was a result", file=sys.stderr)
         return 130
 
 
@@ -61,7 +61,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="tandem",
         description="LLM serving with separate prefill and decode worker pools.",
-        epilog="Every flag is also a variable (--port: TANDEM_PORT) and a key of the YAML file that --config names.",
+        epilog="Each flag can also be set by an environment variable (--port: TANDEM_PORT) or a key of a YAML file"
+        " (--config FILE).",
     )
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
@@ -78,7 +79,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
             argument, help = command.argument
             made[name].add_argument(argument, nargs="?", metavar=argument.upper(), help=help)
         add_options(made[name], command.config)
-    commands.add_parser("config", help="print each value of a command's flags and where it came from")  # see _dispatch
+    commands.add_parser("config", help="print a command's settings and where each was set")  # see _dispatch
     return parser, made
 
 
@@ -140,7 +141,7 @@ def _explained(words: list[str], commands: Collection[str]) -> list[str]:
         return words
     if first in FAMILIES:
         _named(words, commands)
-        raise StartError(f"tandem {first} alone takes no flags", "its commands do", f"tandem {first} --help lists them")
+        raise StartError(f"tandem {first} has no flags itself", "its commands do", f"tandem {first} --help lists them")
     if not first.startswith("-") and nearest(first, commands) and not Path(first).is_dir():
         raise unknown("command", first, commands, "tandem", f"for a hub model: tandem config up {first}; tandem --help")
     return ["up", *words]
@@ -153,7 +154,7 @@ def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:
             flag = word.partition("=")[0]
             return unknown("flag", flag, known_flags(parser), parser.prog, f"{parser.prog} --help")
     return StartError(
-        f"{parser.prog} does not know what {strange[0]} is for", "it takes fewer arguments", f"see {parser.prog} --help"
+        f"{parser.prog}: unexpected argument {strange[0]}", "it takes fewer arguments", f"see {parser.prog} --help"
     )
 
 

@@ -17,7 +17,7 @@ def run(config: ScaleConfig) -> int:
         raise StartError("there is nothing to change", "neither pool was named", "give --prefill N, --decode M or both")
     if config.decode == 0:
         why = "tokens after the first come from a decode worker"
-        raise StartError("--decode 0 would serve nobody", why, "give --decode 1 or more")
+        raise StartError("--decode 0 would stop all serving", why, "give --decode 1 or more")
     wish = {"prefill": config.prefill, "decode": config.decode}
     try:
         pools = HttpClient(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
@@ -28,7 +28,7 @@ def run(config: ScaleConfig) -> int:
         ) from error
     except HttpError as error:
         raise StartError(
-            "the pools were not changed as asked", str(error), error.todo("see GET /admin/workers")
+            "the pools were not resized as requested", str(error), error.todo("see GET /admin/workers")
         ) from error
     print(f"prefill {pools['prefill']}, decode {pools['decode']}")
     return 0

@@ -60,7 +60,7 @@ def _openable(config: R) -> R:
     config.check_binds()
     named, notice = builtin.with_model(config, os.environ)
     if notice:
-        print(f"no model is named: serving the built-in one; {notice}", file=sys.stderr)
+        print(f"no model is given, {notice}", file=sys.stderr)
     checkpoint = open_checkpoint(named.model, named.revision, named.trust_remote_code)
     if isinstance(named, WorkerConfig):
         from deploy.launcher.preflight import check_worker
@@ -93,8 +93,8 @@ def keygen(config: KeygenConfig) -> int:
         keys.narrow(
             Path(config.cluster_key_file), cast(keys.Party, config.role), config.path, overwrite=config.overwrite
         )
-        print(f"wrote {config.path}: enough for {config.role} processes, and for nothing else")
+        print(f"wrote {config.path}: the keys that {config.role} processes need, and no others")
     else:
         keys.make(config.path, overwrite=config.overwrite)
-        print(f"wrote {config.path}: whoever reads it can join the cluster; copy it over a safe channel only")
+        print(f"wrote {config.path}: anyone who can read it can join the cluster; copy it over a secure channel only")
     return 0

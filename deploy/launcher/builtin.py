@@ -30,8 +30,8 @@ def with_model(config: M, environ: Mapping[str, str]) -> tuple[M, str]:
 def _notice(config: UpConfig | CoordinatorConfig | WorkerConfig, environ: Mapping[str, str]) -> str:
     """Return what the built-in model is for and how to serve another, with the command that started this process."""
     if isinstance(config, WorkerConfig):
-        return "for trying. Name the model that the coordinator serves if it is another"
+        return "using the built-in demo model. If the coordinator serves another model, give its name"
     way = f"{command()} {'up' if isinstance(config, UpConfig) else 'coordinator'} {_EXAMPLE}"
     if "MAKELEVEL" in environ and shutil.which("tandem") is None:
         way = f'make up ARGS="{_EXAMPLE}"'
-    return f"for trying: it knows small talk, a tiny world and Tandem. Another model: {way}"
+    return f"serving the built-in demo model: it knows small talk, a tiny world and Tandem. Another model: {way}"

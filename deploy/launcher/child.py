@@ -71,12 +71,12 @@ class ChildProcess:
             if not self.facts.done():
                 raise self._error or self._crash(code)
             if code == 0 and self._ready and not self._error:  # drained through the admin API: restart without backoff
-                self._screen.fact(f"{self.label} has left as it was told; starting it again")
+                self._screen.fact(f"{self.label} has drained; restarting it")
                 continue
             if time.monotonic() - started > HEALTHY_S:
                 backoff_s = BACKOFF_S
-            ended = f"hangs ({self._hung}): killed" if self._hung else f"ended ({self._error or how_it_ended(code)})"
-            self._screen.fact(f"{self.label} {ended}; starting it again in {backoff_s:g} s")
+            ended = f"hangs ({self._hung}): killed" if self._hung else f"exited ({self._error or how_it_ended(code)})"
+            self._screen.fact(f"{self.label} {ended}; restarting it in {backoff_s:g} s")
             if await self._left_within(backoff_s):
                 return
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -192,11 +192,11 @@ class ChildProcess:
                 self._screen.progress(self.label, report)
 
     def _crash(self, code: int) -> StartError:
-        last = next((line for line in reversed(self._last_lines) if line.strip()), "it said nothing")
+        last = next((line for line in reversed(self._last_lines) if line.strip()), "it printed nothing")
         return StartError(
             f"{self.label} died while starting ({how_it_ended(code)})",
             last[:300],
-            "see its lines above, or add --debug",
+            "see its log lines above, or add --debug",
         )
 
 
@@ -205,4 +205,4 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    return f"{name}, by somebody or for want of memory" if name == "SIGKILL" else name
+    return f"{name}, from outside or for lack of memory" if name == "SIGKILL" else name

@@ -127,7 +127,7 @@ class SupervisorIPC:
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
         writer.close()
-        gone = Reason("the launcher is gone", "its line was closed", "start the server again")
+        gone = Reason("the launcher is gone", "its connection was closed", "start the server again")
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_result(ScaleReply(0, refused=gone))

@@ -83,7 +83,7 @@ def check_memory(
         )
     if wanted * coming > free:
         raise StartError(
-            f"cannot take {human_bytes(wanted)} of KV for each of {coming} workers",
+            f"cannot allocate {human_bytes(wanted)} of KV for each of {coming} workers",
             f"this machine has {human_bytes(free)} of memory free",
             f"use --kv-cache-memory {free // 2 // coming >> 20}MiB or less",
         )

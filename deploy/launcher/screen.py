@@ -209,7 +209,7 @@ class Terminal:
         self._console.print("\n  try")
         for example in facts.examples():  # not wrapped, so that they can be copied
             self._console.print(f"    [cyan]{escape(example)}[/]", soft_wrap=True)
-        self._console.print("\n  [dim]Ctrl-C stops[/]\n")
+        self._console.print("\n  [dim]Ctrl-C stops the server[/]\n")
 
     def fact(self, text: str) -> None:
         clock = f"{datetime.now().astimezone():%H:%M:%S}"

@@ -398,13 +398,15 @@ class Supervisor:
         now."""
         if not self._up or self._stop.is_set():
             when = "is stopping" if self._stop.is_set() else "is still starting"
-            raise StartError("the pools cannot be changed now", f"the server {when}", "wait until it serves")
+            raise StartError("the pools cannot be changed now", f"the server {when}", "wait until it is ready")
         if self._pool("colocated"):
             why = "a colocated worker does the work of both"
             raise StartError("there are no pools to change", why, "start with --prefill N --decode M")
         if prefill == 0 and self._config.no_prefill_policy != "local":
-            why = f"--no-prefill-policy {self._config.no_prefill_policy} then serves nobody"
-            raise StartError("the last prefill worker cannot be removed", why, "keep one, or start with policy local")
+            why = f"without one, --no-prefill-policy {self._config.no_prefill_policy} stops all serving"
+            raise StartError(
+                "the last prefill worker cannot be removed", why, "keep one, or start with --no-prefill-policy local"
+            )
         wanted: dict[Role, int | None] = {"prefill": prefill, "decode": decode}
         return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
 
@@ -440,7 +442,9 @@ class Supervisor:
         if keeper.done() and not child.facts.done():
             self._forget(child)
             await keeper
-            raise StartError(f"{child.label} did not start", "it was not wanted any more", "look at GET /admin/workers")
+            raise StartError(
+                f"{child.label} did not start", "a later request to scale removed it", "look at GET /admin/workers"
+            )
         self._coming.remove(child)
         self._grown.set()  # wakes run(), which now watches it as the others
         facts = WorkerFacts(child.label, f"cores {child.share.cpus}" if child.share.cpus else "", child.facts.result())
@@ -456,7 +460,7 @@ class Supervisor:
             child.send(signal.SIGKILL)
             await asyncio.wait((keeper,))
         self._forget(child)
-        self._screen.fact(f"{child.label} has left")
+        self._screen.fact(f"{child.label} has stopped")
 
     def _forget(self, child: ChildProcess) -> None:
         self._children.remove(child)
@@ -482,9 +486,9 @@ class Supervisor:
         """Drain the coordinator, then the workers, until all have exited or their time limits have passed. With
         ``at_once``, while the system is still starting, there is nothing to drain."""
         if at_once:
-            self._screen.fact("told to stop before everybody was ready: stopping at once")
+            self._screen.fact("a signal came before all processes were ready: stopping at once")
             return
-        self._screen.fact("stopping: running requests finish first; once more to stop at once")
+        self._screen.fact("stopping: waiting for running requests; a second Ctrl-C or SIGTERM stops at once")
         for child in self._children:
             child.leave()
         killed = asyncio.create_task(self._kill.wait())

@@ -136,8 +136,8 @@ def test_clients_that_hang_up_are_a_handful_of_lines_with_a_count_and_without_th
                 connection.send(head)
                 assert connection.answer().status == 100, "its body is waited for"
         assert ask(system.url, request("GET", "/health")).status == 200
-    lines = [line for line in system.process.text.splitlines() if " left" in line]
-    counted = sum(int(count) for count in re.findall(r" (\d+) more clients have left", "\n".join(lines)))
+    lines = [line for line in system.process.text.splitlines() if " disconnected" in line]
+    counted = sum(int(count) for count in re.findall(r" (\d+) more clients disconnected", "\n".join(lines)))
     assert counted + 1 == hang_ups and f"{counted} POST /tokenize" in lines[-1]
     assert len(lines) <= MOST_LINES + _span_s(lines) / 10, lines
     assert key not in system.process.text

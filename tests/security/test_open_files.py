@@ -55,7 +55,7 @@ def test_silent_connections_up_to_the_limit_are_one_line(system: System) -> None
             with contextlib.suppress(ConnectionError):
                 open_ones.enter_context(Connection(system.url))
         line = wait_for_line(system)
-        assert f" {FILES} files" in line and "warning" in line
+        assert f" {FILES} allowed files" in line and "warning" in line
         first.send(request("GET", "/health"))
         assert first.answer().status == 200, "one that was there before is served"
         with Connection(system.url) as late:

@@ -126,8 +126,8 @@ async def test_clients_that_are_cut_off_are_counted_in_the_log(
         cut("is too far behind")
     cluster.services.cuts.close()
     assert caplog.messages == [
-        "a client is cut off: it is too far behind",
-        "999 more clients were cut off: 999 (is too far behind)",
+        "a client is disconnected: it is too far behind",
+        "999 more clients were disconnected: 999 (is too far behind)",
     ]
 
 
@@ -184,7 +184,7 @@ async def test_a_reader_of_a_whole_answer_is_cut_when_it_has_stalled_for_so_long
     response: Any = stalls
     with pytest.raises(ConnectionResetError):
         await deliver(request, response, 1.0, cuts.append)
-    assert cuts == ["has taken nothing of its answer for 1 s"] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
+    assert cuts == ["has read nothing of its response for 1 s"] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
 
 
 class _Takes:
@@ -402,7 +402,7 @@ async def test_bodies_of_requests_that_wait_for_an_earlier_one_are_bounded() -> 
         async with asyncio.timeout(10):
             said = await reader.read()
         assert said.count(b"HTTP/1.1 200") in (4, 5) and said.count(b"HTTP/1.1 400") == 1, said
-        assert b"wait for an earlier one" in said
+        assert b"wait on this connection" in said
 
 
 async def test_small_bodies_that_wait_are_served_in_their_order_and_a_long_one_of_its_own_is_not_bounded() -> None:

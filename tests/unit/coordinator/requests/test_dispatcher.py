@@ -221,8 +221,8 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
             await until(functools.partial(_told, decode, told), "decode is told")
             assert time.monotonic() - started < scaled(0.2)
         await until(lambda: not decode.busy, "decode is free")
-    assert caplog.messages.count("499 POST /v1/chat/completions: the client has left") == 1
-    more = "1 more clients have left before they were answered: 1 POST /v1/chat/completions"
+    assert caplog.messages.count("499 POST /v1/chat/completions: the client disconnected") == 1
+    more = "1 more clients disconnected before they were answered: 1 POST /v1/chat/completions"
     assert caplog.messages.count(more) == 1
 
 

@@ -238,7 +238,7 @@ def test_a_template_whose_control_tokens_become_text_is_warned_of(
     ids = text.encode_chat(parse_chat({"messages": [{"role": "user", "content": "<|user|>"}]}))
     assert ids.count(text.encode("<|user|>", add_special_tokens=False)[0]) == (not lost)
     assert [record.getMessage() for record in caplog.records if "<|user|>" in record.getMessage()] == lost * [
-        "what the chat template makes of <|user|> is taken for text: write it in one piece"
+        "the chat template assembles <|user|> from parts, so it is tokenized as text: write it as one string"
     ]
 
 

@@ -196,7 +196,7 @@ def test_who_interrupts_a_measurement_is_told_that_it_is_lost(
 
     monkeypatch.setattr(roofline, "measure", interrupted)
     assert cli.main(["bench", "roofline"]) == 130
-    assert "interrupted, before there was a result" in capsys.readouterr().err
+    assert "interrupted before there was a result" in capsys.readouterr().err
 
 
 def test_debug_adds_the_traceback() -> None:

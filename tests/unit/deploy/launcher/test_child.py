@@ -108,7 +108,7 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     second = await starts.get()
     while (fact := await screen.facts.get()) == "decode-0 is back":
         pass
-    assert fact == "decode-0 hangs (silent for 10 s): killed; starting it again in 0.01 s"
+    assert fact == "decode-0 hangs (silent for 10 s): killed; restarting it in 0.01 s"
     child.replace(first, "silent for 10 s")  # a repeated request
     child.send(signal.SIGSTOP)  # it is leaving now, and the deadline for that is the caller's
     child.replace(second, "silent for 10 s")
@@ -154,7 +154,7 @@ async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
     await child.facts
     for _ in range(3):
         os.kill(await starts.get(), signal.SIGTERM)
-        assert await screen.facts.get() == "decode-0 has left as it was told; starting it again"
+        assert await screen.facts.get() == "decode-0 has drained; restarting it"
         assert await screen.facts.get() == "decode-0 is back"
     await starts.get()
     child.send(signal.SIGTERM)

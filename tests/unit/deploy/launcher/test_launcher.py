@@ -304,7 +304,7 @@ def test_how_to_name_a_model_is_said_as_it_was_started(monkeypatch: pytest.Monke
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert builtin.with_model(UpConfig(model=""), {})[1].endswith(": .venv/bin/tandem up Qwen/Qwen3-0.6B")
     assert builtin.with_model(UpConfig(model=""), {"MAKELEVEL": "1"})[1].endswith(': make up ARGS="Qwen/Qwen3-0.6B"')
-    assert "that the coordinator serves" in builtin.with_model(WorkerConfig(model="", role="decode"), {})[1]
+    assert "the coordinator serves another model" in builtin.with_model(WorkerConfig(model="", role="decode"), {})[1]
 
 
 def test_with_a_chat_the_keys_are_said_in_place_of_lines_to_try(caplog: pytest.LogCaptureFixture) -> None:
