@@ -1,4 +1,4 @@
-"""What the documents name exists: files, headings, flags, commands. Their prose is free."""
+"""Files, headings, flags and commands that the documents name exist. Their prose is not checked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_flag_exists(document: Path) -> None:
 
 
 def _commands(text: str) -> Iterator[tuple[str, str]]:
-    """Every ``tandem …`` of a console block, as its first word and the rest; continued lines joined."""
+    """Yield the first word and the rest of every ``tandem …`` in a console block, with continued lines joined."""
     text = text.replace("\\\n", " ")
     yield from re.findall(r"^\w?\$ (?:\.venv/bin/)?tandem (\w+) ?(.*?)(?: +#.*)?$", text, re.MULTILINE)
 
@@ -58,7 +58,7 @@ def _commands(text: str) -> Iterator[tuple[str, str]]:
 def test_every_command_that_is_shown_is_understood(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its flags, and allowed to bind where it says: none would be refused before it opens its model."""
+    """Its flags are valid and it may bind its addresses, so it would not be refused before it opens its model."""
     _, commands = build_parser()
     monkeypatch.chdir(tmp_path)
     keys.make(tmp_path / "cluster.key")
@@ -89,7 +89,7 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    """Sphinx checks the pages among themselves; here also those outside, which are read on the web."""
+    """Sphinx checks links among its pages; this covers documents outside the site too, which are read on the web."""
     for path, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]+))?\)", document.read_text(encoding="utf-8")):
         target = (document.parent / path).resolve() if path else document
         assert target.exists(), path

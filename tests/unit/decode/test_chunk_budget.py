@@ -1,4 +1,4 @@
-"""How much of a prompt a decode worker computes beside its streams."""
+"""The budget of a decode worker for prompt tokens beside its streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.core.sequence import Batch, Segment, Sequence
 from decode.chunk_budget import BETWEEN_STREAMS, FIRST_TOKENS, MULTIPLE, STALE_STEPS, TIMES, ChunkBudget
 
 Seconds = Callable[[int, int], float]
-"""Of a step with so many streams and tokens of prompts."""
+"""Seconds of a step, given its numbers of streams and of prompt tokens."""
 
 
 def step(streams: int, tokens: int) -> Batch:
@@ -44,7 +44,7 @@ def test_a_step_with_a_chunk_takes_as_many_times_as_long_as_it_may() -> None:
 
 
 def test_what_so_many_streams_take_alone_is_looked_at_not_guessed() -> None:
-    """A guess from fewer streams is too low, and then what a token adds seems to be more than it is: chunks would stay
+    """An estimate from fewer streams would be too low and a token's cost would seem too high. Chunks would then stay
     small for as long as there are prompts, since no step would be without one."""
     chunks = taught(linear, (8, 0), (8, 64))
     assert chunks.most(64, more_come=True) == 0
@@ -70,7 +70,7 @@ def test_as_long_as_nothing_is_known_chunks_are_small() -> None:
 
 
 def test_small_chunks_tell_nothing_about_what_a_token_adds() -> None:
-    """The end of a prompt, beside streams whose steps vary by as much as it takes."""
+    """The last tokens of a prompt take no more time than the streams' steps vary by."""
     chunks = taught(linear, (10, 0), (10, 64))
     before = chunks.most(10, more_come=True)
     for _ in range(STALE_STEPS - 2):
@@ -91,7 +91,7 @@ def test_a_first_chunk_that_took_too_long_is_forgotten() -> None:
 
 def test_tokens_that_add_nothing_for_long_are_no_error() -> None:
     chunks = taught(linear, (10, 0), (10, 64))
-    for _ in range(20_000):  # the average halves with every seven
+    for _ in range(20_000):  # the average halves every seven steps
         chunks.took(step(10, 0), 0.1)
         chunks.took(step(10, 512), 0.09)
     most = chunks.most(10, more_come=True)

@@ -1,4 +1,4 @@
-"""Decode workers: prompts that they compute themselves, beside streams, and choices that move."""
+"""Decode workers: prompts that they compute themselves beside streams, and choices that move."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_whole_requests_on_one_worker(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("role", "most"), [("decode", 64), ("colocated", 255)])
 def test_a_decode_worker_computes_of_a_prompt_what_its_streams_bear(bench: Bench, role: str, most: int) -> None:
-    """A colocated one computes as much as fits into a step: that is what it is for."""
+    """A decode worker limits prompt chunks to protect its streams; a colocated worker fills the step."""
     worker = bench.add(role, OracleEngine(64), max_num_batched_tokens=256)
     assert isinstance(worker, DecodeWorker)
     stream, prompt = make_request(1, 60), make_request(600, 5)

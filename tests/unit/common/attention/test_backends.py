@@ -1,4 +1,4 @@
-"""The fast attention path equals the oracle on random block tables, head counts and options."""
+"""The fast attention paths equal the oracle on random block tables, head counts and options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_store() -> Iterator[MakeStore]:
 
 
 def random_spans(rng: random.Random, blocks: int, shapes: list[tuple[int, int]]) -> list[Span]:
-    """Spans of (start, length) over disjoint random blocks."""
+    """Return spans over disjoint random blocks for ``shapes`` of (start, length)."""
     free = list(range(blocks))
     rng.shuffle(free)
     spans, row = [], 0
@@ -84,13 +84,13 @@ HEADS = {
 }
 VARIANTS = library.variants if (library := native.library()) else ()
 FAST = ["cpu", *VARIANTS]
-"""The torch path, and the kernels for every instruction set that this machine has."""
+"""The torch path, and the C kernels for every instruction set of this machine."""
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 
 
 @pytest.fixture
 def fast(request: pytest.FixtureRequest) -> Iterator[Callable[[KvStore], AttentionBackend]]:
-    """Makes the backend that the test's parameter names."""
+    """Return the backend class that the test's parameter names."""
     if request.param == "cpu":
         yield CpuAttention
         return
@@ -152,8 +152,8 @@ def test_few_rows_of_bfloat16_in_whole_vectors(
     fast: Callable[[KvStore], AttentionBackend],
     make_store: MakeStore,
 ) -> None:
-    """The shapes of models, for which a decode row's keys are multiplied where they lie, in tiles and in vectors; what
-    nobody has written in the last block may be anything."""
+    """Model shapes for which a decode row's keys are multiplied in place, with tiles and with vectors. Slots that were
+    never written in the last block may hold anything."""
     torch.manual_seed(group)
     store = make_store(LayerLayout(2, *dims), 300, "bfloat16")
     spans = random_spans(random.Random(group), 300, [*SHAPES["decode-long-and-short"], (62, 2), (63, 4), (127, 1)])
@@ -185,9 +185,9 @@ def test_many_rows_of_bfloat16_over_many_positions(
     fast: Callable[[KvStore], AttentionBackend],
     make_store: MakeStore,
 ) -> None:
-    """Chunks of prompts; where scores grow from position to position, weights against those before would overflow, as
-    they would against the first one where that is far below all others; where it is far above, it is all that counts.
-    Chunks of one row more than a run of them have a task of few rows that sees one head."""
+    """Chunks of prompts. If scores grow with the position, weights relative to an earlier maximum would overflow; so
+    would weights relative to the first score if that is far below the others. If it is far above, it alone counts. A
+    chunk of one row more than a whole run leaves a task with few rows of one head."""
     torch.manual_seed(group)
     store = make_store(LayerLayout(2, *dims), 200, "bfloat16")
     spans = random_spans(random.Random(group), 200, [(700, 70), (0, 385), (250, 33), (520, 9)])
@@ -268,7 +268,7 @@ def test_rubbish_behind_a_sequence_is_never_read(
 def test_numbers_that_are_none_are_not_hidden(
     fast: Callable[[KvStore], AttentionBackend], make_store: MakeStore
 ) -> None:
-    """The engine fails a request by the numbers that come out, so they must come out."""
+    """NaN must reach the output, because the engine fails a request when it finds NaN there."""
     store = make_store(LayerLayout(1, 16, 16), 20)
     spans = random_spans(random.Random(4), 20, [(70, 1), (70, 1)])
     query = torch.randn(2, 2, 16)
@@ -280,7 +280,7 @@ def test_numbers_that_are_none_are_not_hidden(
 @pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
 @given(data=st.data())
 def test_the_kernels_equal_the_oracle_on_whatever(data: st.DataObject) -> None:
-    """Any mix of spans, heads, sizes, block sizes, types and options, on any number of threads."""
+    """The output is the same for any mix of spans, heads, sizes, block sizes, types, options and threads."""
     draw = data.draw
     group, kv_heads = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 4))
     layer = LayerLayout(kv_heads, draw(st.integers(1, 80)), draw(st.integers(1, 80)))
@@ -356,7 +356,7 @@ def test_without_compiled_kernels_torch_attends(make_store: MakeStore, monkeypat
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_stores_of_the_shards_agree_with_the_canonical_bytes(shards: int) -> None:
-    """Each rank of tensor parallelism writes its heads into its shard; whoever reads the pool gets all of them."""
+    """Each tensor-parallel rank writes its heads into its own shard, and a read of the pool returns all heads."""
     layout = KvLayout((LayerLayout(4, 4, 2), LayerLayout(2, 6, 2)), "float32", BLOCK, head_shards=shards)
     memory = KvMemory(layout, 5)
     stores = [KvStore(memory, rank) for rank in range(shards)]

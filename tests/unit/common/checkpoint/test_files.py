@@ -1,4 +1,4 @@
-"""Checkpoints are opened, told apart and refused without torch."""
+"""Checkpoints are opened, fingerprinted and refused without importing torch."""
 
 from __future__ import annotations
 

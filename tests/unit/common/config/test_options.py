@@ -1,4 +1,4 @@
-"""Options: precedence, origins, spelling mistakes, sizes, and what may not be combined."""
+"""Options: precedence, origins, spelling mistakes, sizes, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_no_number(text: str) -> None:
 
 
 def test_a_value_that_is_flags_may_begin_with_dashes() -> None:
-    """Behind = or as a word of its own, whatever spelling the flag has; words that follow it are none of it."""
+    """Behind = or as a word of its own, in either spelling of the flag; the words after it are not part of it."""
     parser = Parser(prog="tandem")
     commands = parser.add_subparsers()
     add_options(commands.add_parser("compare"), BenchCompareConfig)
@@ -249,7 +249,7 @@ def test_a_pipe_without_a_writer_is_waited_for_with_a_word(
         reading = pool.submit(up, "--api-key-file", str(pipe))
         until = time.monotonic() + scaled(5)
         while not said and not reading.done() and time.monotonic() < until:
-            time.sleep(0.01)  # another thread prints
+            time.sleep(0.01)  # another thread prints the notice
             said = capfd.readouterr().err
         pipe.write_text(key)
     assert said == f"waiting for a writer to {pipe}, which is a pipe\n"
@@ -289,7 +289,7 @@ def test_keys_come_from_the_flag_and_the_file(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(StartError, match="holds no key"):
         up("--api-key-file", str(file))
-    file.unlink()  # it is read once: it may be a pipe
+    file.unlink()  # the file is read only once, because it may be a pipe
     assert config.api_keys() == config.for_coordinator().api_keys() == (zero, one, two)
     assert zero not in repr(config) and two not in repr(config)
 
@@ -352,7 +352,7 @@ def test_a_system_has_keys_of_its_own_or_those_of_the_file(tmp_path: Path) -> No
         ("decode", "10.0.0.1:8001", "127.0.0.1", True),
         ("decode", "10.0.0.1:8001", "10.0.0.2", False),
         ("decode", "127.0.0.1:8001", "127.0.0.1", False),
-        ("prefill", "10.0.0.1:8001", "127.0.0.1", False),  # it dials
+        ("prefill", "10.0.0.1:8001", "127.0.0.1", False),  # prefill dials and is never dialed
     ],
 )
 def test_a_worker_that_others_could_not_reach_is_known(role: Any, coordinator: str, host: str, expected: bool) -> None:
@@ -377,7 +377,7 @@ def test_a_worker_that_others_could_not_reach_is_known(role: Any, coordinator: s
     ],
 )
 def test_one_rule_says_what_is_loopback(host: str, here: bool) -> None:
-    """For the options and for the sockets alike: a name is no address, however it begins."""
+    """Options and sockets use the same rule: a host name is never taken for an address, whatever its beginning."""
     assert is_loopback(host) == is_local(host) == is_local(f"tcp://{host}:8001") == here
 
 
@@ -409,7 +409,7 @@ def test_pools(words: tuple[str, ...], cores: int, pools: tuple[int, int, int]) 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_every_option_can_be_set_everywhere(config: type[Any], tmp_path: Path) -> None:
-    """Each default, written out, is taken back unchanged as a flag, a variable and a YAML key."""
+    """Each default, written out, is accepted unchanged as a flag, a variable and a YAML key."""
     fixed: dict[str, Any] = {"role": "prefill"} if config is WorkerConfig else {}
     parser = Parser(prog="tandem")
     add_options(parser, config)
@@ -428,7 +428,7 @@ def test_every_option_can_be_set_everywhere(config: type[Any], tmp_path: Path) -
 
 
 def test_the_same_name_means_the_same_kind_everywhere() -> None:
-    """One environment and one file serve every role, so a name cannot take different values in different roles."""
+    """One environment and one file serve every role, so an option's name must expect the same kind of value in all."""
     kinds: dict[str, str] = {}
     for config in CONFIGS:
         for item in options(config):

@@ -1,4 +1,4 @@
-"""Whatever a batch is made of, its logits are those of transformers' eager attention on each sequence alone."""
+"""The logits of any batch equal those of transformers' eager attention on each sequence alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_engine(checkpoint: Callable[[str], Path]) -> Iterator[MakeEngine]:
 
 
 class Runner:
-    """Runs sequences over random block tables, chunk by chunk, and keeps the logits of every last row."""
+    """Runs sequences chunk by chunk over random block tables."""
 
     def __init__(self, engine: ModelEngine, seed: int) -> None:
         self.engine, self.rng = engine, random.Random(seed)
@@ -62,7 +62,7 @@ class Runner:
         return [self.free.pop() for _ in range(self.engine.layout.blocks_for(tokens))]
 
     def step(self, parts: list[tuple[list[int], int, int, list[int]]]) -> list[torch.Tensor]:
-        """``parts`` are (tokens, start, end, table); logits after ``end`` of each."""
+        """Run one step of ``parts``, which are (tokens, start, end, table); return the logits after ``end`` of each."""
         segments = tuple(Segment(sequence_of(tokens[:end]), start, end - start) for tokens, start, end, _ in parts)
         logits = self.engine.logits(Batch(segments, tuple(part[3] for part in parts)))  # type: ignore[misc]
         return list(logits.float())
@@ -91,12 +91,12 @@ def test_every_composition_gives_the_reference_logits(
     expected = [torch.from_numpy(reference.logits(tokens)) for tokens in sequences]
     tables = [run.table(len(tokens)) for tokens in sequences]
 
-    for tokens, rows in zip(sequences, expected, strict=True):  # alone
+    for tokens, rows in zip(sequences, expected, strict=True):  # each sequence alone
         assert_same(run.step([(tokens, 0, len(tokens), run.table(len(tokens)))])[0], rows[-1], f"{len(tokens)} alone")
 
     cuts = [sorted({0, n // 3, n * 4 // 5, n - 2, n - 1, n} & set(range(n + 1))) for n in map(len, sequences)]
     done = [0] * len(sequences)
-    while any(len(cut) > 1 for cut in cuts):  # chunks and decode steps of all of them, mixed
+    while any(len(cut) > 1 for cut in cuts):  # chunks and decode steps, mixed
         parts, rows = [], []
         for index in rng.sample(range(len(sequences)), k=4):
             if len(cuts[index]) > 1:
@@ -109,7 +109,7 @@ def test_every_composition_gives_the_reference_logits(
             assert_same(got, row, "mixed")
 
     decode = [(tokens, len(tokens) - 1, len(tokens), table) for tokens, table in zip(sequences, tables, strict=True)]
-    for got, rows in zip(run.step(decode), expected, strict=True):  # decode only, lengths far apart
+    for got, rows in zip(run.step(decode), expected, strict=True):  # decode rows only, of very different lengths
         assert_same(got, rows[-1], "decode")
 
     long, table = sequences[-1], tables[-1]
@@ -125,7 +125,7 @@ def test_every_composition_gives_the_reference_logits(
 def test_logits_after_a_hand_off_and_after_preemption(
     kind: str, checkpoint: Callable[[str], Path], make_engine: MakeEngine
 ) -> None:
-    """Prefill on one engine, decode on another with larger blocks; then its blocks are lost and all is recomputed."""
+    """Prefill on one engine, decode on another with larger blocks; then the blocks are lost and all is recomputed."""
     sender, receiver = make_engine(kind), make_engine(kind, block_size=32)
     reference, rng = Reference(checkpoint(kind), MAX_LEN), random.Random(kind)
     one, other = Runner(sender, 1), Runner(receiver, 2)
@@ -135,7 +135,7 @@ def test_logits_after_a_hand_off_and_after_preemption(
         source, target = one.table(length), other.table(length + 3)
         for start, end in ((0, length // 2), (length // 2, length)):
             one.step([(tokens, start, end, source)])
-        for layer in range(len(sender.layout.layers)):  # in frames of a layer and a ragged range of tokens
+        for layer in range(len(sender.layout.layers)):  # in frames of one layer and an uneven range of tokens
             for part in (range(5), range(5, length)):
                 layers = range(layer, layer + 1)
                 receiver.memory.write(target, part, layers, sender.memory.read(source, part, layers))

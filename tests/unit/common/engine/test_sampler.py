@@ -1,4 +1,4 @@
-"""The sampler equals a plain per-row reading of vLLM's definitions, and its noise is a pure function."""
+"""The sampler equals a simple per-row implementation of vLLM's definitions, and its noise is a pure function."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VARIANTS = library.variants if (library := cpu.library()) else ()
 
 @pytest.fixture(params=[*VARIANTS, None])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every instruction set, and none."""
+    """Run the test with the kernels of each instruction set, and without kernels."""
     if library is None or request.param is None:
         monkeypatch.setattr(cpu, "library", lambda: None)
         yield
@@ -67,7 +67,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("columns", [1, 7, 64, 200, 8192])
 def test_the_peak_is_the_first_of_the_largest(kernels: None, dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(columns)
-    logits = (torch.randn(9, columns) * 2).round().to(dtype)  # rounded: many are equal
+    logits = (torch.randn(9, columns) * 2).round().to(dtype)  # rounded, so that many are equal
     logits[0], logits[1] = -3.0, -torch.inf
     logits[1, columns // 2] = -5.0
     expected = [max(range(columns), key=lambda at: (float(row[at]), -at)) for row in logits]

@@ -113,7 +113,7 @@ def test_not_a_number_fails_its_own_request_only(engine: ModelEngine) -> None:
     engine.store.v(1)[blocks(0)[0], 3] = torch.nan
     result = engine.step(Batch((whole(poisoned), whole(good)), (blocks(0), blocks(4))))
     assert list(result.errors) == [0] and result.tokens[0] == [] and len(result.tokens[1]) == 1
-    table = [*blocks(30, 1), *blocks(0, 1), *blocks(31, 2)]  # the poisoned block, used again, only half filled
+    table = [*blocks(30, 1), *blocks(0, 1), *blocks(31, 2)]  # reuses the poisoned block, only half filled
     fresh = sequence(PROMPTS[1] + [3])
     assert not engine.step(Batch((Segment(fresh, 0, 17),), (table,))).errors
     fresh.computed = 16

@@ -77,10 +77,10 @@ def test_a_linear_layer(
 def test_float32_weights_that_are_bfloat16_take_half_of_the_room(
     variant: str, threads: int, rows: int, activation: str | None
 ) -> None:
-    """And give the same bits as whole ones."""
+    """The results are bit-identical to those of weights kept as float32."""
     torch.manual_seed(7)
     weight, x = torch.randn(2 * 112, 514).bfloat16().float(), torch.randn(rows, 514)
-    more = torch.cat([weight[:112], torch.randn(16, 514), weight[112:], torch.randn(16, 514)])  # of many bits
+    more = torch.cat([weight[:112], torch.randn(16, 514), weight[112:], torch.randn(16, 514)])  # full float32 precision
     half, whole = NativeLinear(weight, None, activation), NativeLinear(more, None, activation)
     assert (half.packed.dtype, whole.packed.dtype) == (torch.bfloat16, torch.float32)
     got, expected = half.rows(x), whole.rows(x)
@@ -90,7 +90,7 @@ def test_float32_weights_that_are_bfloat16_take_half_of_the_room(
 
 
 def test_no_bit_of_a_float32_is_lost(variant: str) -> None:
-    """Where each row is one number and the weight 1 or -1: any number, also the largest, infinite ones and none."""
+    """Each row holds one number and each weight is 1 or -1: numbers survive, also the largest, infinities and NaN."""
     torch.manual_seed(8)
     numbers = torch.randint(-(2**31), 2**31 - 1, (514,), dtype=torch.int32).view(torch.float32)
     numbers = torch.where(numbers.isfinite() & (numbers.abs() > 1e-30), numbers, torch.tensor(torch.pi))
@@ -108,13 +108,15 @@ def test_no_bit_of_a_float32_is_lost(variant: str) -> None:
 @pytest.mark.parametrize("features", [768, 4096])
 @pytest.mark.parametrize("signed", [True, False])
 def test_whole_float32_weights_are_multiplied_as_exactly_as_by_torch(variant: str, signed: bool, features: int) -> None:
-    """Also where all products have one sign, so that what is left out of each would add up.
+    """The error bound also holds if all products have one sign, so that truncation errors add up.
 
-    Rounding errors of a sum of n numbers of size s come to about sqrt(n) u s (Higham and Mary, "A new approach to
-    probabilistic rounding error analysis", 2019), which the largest of some thousand such sums hardly exceeds; where b
-    at a time are summed from zero and m such sums are then added up, to sqrt(b + m) u s. No other library's luck is the
-    measure: what torch calls depends on the machine. Vectors sum 64 products from zero (KC_STEPS of native.c); tiles
-    16 even and 16 odd ones, of six pairs of parts each, and leave out what is below 2^-22 of a product."""
+    The rounding error of a sum of n numbers of size s is about sqrt(n) u s (Higham and Mary, "A new approach to
+    probabilistic rounding error analysis", 2019), and the largest of some thousand such sums hardly exceeds it. If b
+    numbers at a time are summed from zero and m such sums are then added up, it is about sqrt(b + m) u s. Vectors sum
+    64 products from zero (KC_STEPS of native.c); tiles sum 16 even and 16 odd ones, each of six pairs of parts, and
+    leave out parts below 2^-22 of a product. The bound is not taken from torch, whose implementation depends on the
+    machine.
+    """
     if variant == "amx_bf16" and features > 768:
         pytest.skip("the smallest parts are lost alike in a large sum, not at random")
     torch.manual_seed(9)
@@ -132,7 +134,7 @@ def test_whole_float32_weights_are_multiplied_as_exactly_as_by_torch(variant: st
 
 @pytest.mark.parametrize("kept", ["whole", "bfloat16"])
 def test_an_infinite_weight_makes_its_column_infinite_or_no_number(variant: str, kept: str) -> None:
-    """And no other column anything else."""
+    """No other column is affected."""
     torch.manual_seed(10)
     weight, x = torch.randn(96, 64), torch.randn(40, 64)
     weight = weight.bfloat16().float() if kept == "bfloat16" else weight
@@ -172,8 +174,8 @@ def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[i
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("columns", [16, 64, 272, 300])
 def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.dtype, columns: int) -> None:
-    """To the last bit, wherever in a panel it stands: a row that is 1 in one place takes a column of the weight. With
-    many rows and with few, which meet different numbers of steps at a time."""
+    """Bit-exact at every position in a panel: a row with a single 1 selects a column of the weight. Many rows and few
+    rows take different numbers of steps at a time."""
     inputs = 1026
     weight = (torch.arange(columns * inputs).view(columns, inputs) % 255 - 127).to(dtype)
     assert (weight.abs().amax(dim=1) == 127).all(), "so its scale is 1"
@@ -189,7 +191,7 @@ def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.
 @pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
 @pytest.mark.parametrize("inputs", [322, 4514])
 def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, kept: str, inputs: int) -> None:
-    """Long rows are summed in chunks where there are many, and short ones at once, in the same order."""
+    """Long rows are summed in chunks if there are many, and short ones at once, in the same order."""
     torch.manual_seed(6)
     weight, x = torch.randn(2 * 48, inputs), torch.randn(80, inputs).to(dtype)
     weight = (weight.bfloat16() if kept == "bfloat16" else weight).to(dtype)
@@ -226,7 +228,7 @@ def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool,
 def test_two_threads_have_the_bits_of_one(
     variant: str, dtype: torch.dtype, columns: int, inputs: int, rows: int
 ) -> None:
-    """Of a layer that is not whole vectors of columns, too, of which one thread has the whole ones alone."""
+    """Also with a column count that is no multiple of the vector width: one thread computes only whole vectors."""
     torch.manual_seed(7)
     linear = NativeLinear(torch.randn(columns, inputs).to(dtype), None, int8=True)
     x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, columns).to(dtype)
@@ -248,7 +250,7 @@ def test_two_threads_have_the_bits_of_one(
 def test_many_and_long_rows_go_in_runs_and_chunks(
     variant: str, threads: int, dtype: torch.dtype, kept: str, shape: tuple[int, int, int]
 ) -> None:
-    """Also of so many columns that their sums are not kept all at once, and of rows that are whole pages apart."""
+    """Also with so many columns that not all sums are kept at once, and with rows that are whole pages apart."""
     rows, out, inputs = shape
     torch.manual_seed(1)
     weight, x, offset = torch.randn(out, inputs), torch.randn(rows, inputs).to(dtype), torch.randn(out).to(dtype)
@@ -287,7 +289,7 @@ def test_a_gated_linear_layer(variant: str, dtype: torch.dtype, name: str, bias:
     rows, inputs = shape
     weight, x = torch.randn(2 * 112, inputs).to(dtype), (torch.randn(rows, inputs) * 3).to(dtype)
     x[0] = 0
-    x[1] *= 30  # where an exponential would overflow
+    x[1] *= 30  # an exponential would overflow
     offset = torch.randn(2 * 112).to(dtype) if bias else None
     gate, up = (x.double() @ weight.double().t() + (0 if offset is None else offset.double())).chunk(2, dim=-1)
     activation = nn.SiLU() if name == "silu" else nn.GELU("tanh")
@@ -310,7 +312,7 @@ def load(path: Path, dtype: str = "float32") -> Any:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own layers whether or not they are the faster ones on this machine."""
+    """Use our own layers even if they are not the faster ones on this machine."""
     monkeypatch.setattr("common.model.layers.native_pays", lambda dtype, int8=False: True)
     monkeypatch.setattr(linears, "native_pays", lambda dtype, int8=False: True)
 
@@ -320,7 +322,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decoder_layers_of_the_common_shape_are_fused(
     kind: str, dtype: str, variant: str, everywhere: None, checkpoint: Callable[[str], Path]
 ) -> None:
-    """That a fused layer changes nothing is part of :func:`fuse_layers`, and of the logits in test_engine_logits."""
+    """That fusing changes no result is checked by :func:`fuse_layers` itself and by the logits in test_logits.py."""
     model = load(checkpoint(kind), dtype)
     assert fuse_layers(model) == len(model.model.layers) > 0
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
@@ -329,7 +331,8 @@ def test_decoder_layers_of_the_common_shape_are_fused(
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_quantised_engine(compiled: bool, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of the bytes of float32, the same kind of logits, and another fingerprint: KV is not exchanged."""
+    """Int8 weights need a quarter of float32's bytes, give similar logits, and change the fingerprint, so that KV of
+    the two engines is never exchanged."""
     path = open_checkpoint(str(checkpoint("llama-untied")))
     options = {"num_kv_blocks": 8, "dtype": "float32", "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
     whole = load_engine(path, **options)
@@ -353,7 +356,7 @@ AT_ONCE = "all in one call"
 
 
 def chunk_beside_decode(length: int = 40) -> Batch:
-    """A prompt of ``length`` tokens beside a row of another sequence."""
+    """Return a batch with a prompt of ``length`` tokens beside a decode row of another sequence."""
     prompt, other = sequence_of(list(range(20, 20 + length))), sequence_of(list(range(90, 107)))
     return Batch(
         (Segment(prompt, 0, length), Segment(other, 16, 1)),
@@ -373,8 +376,8 @@ def test_all_layers_in_one_call(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same numbers as layer by layer, and every layer is announced when its keys and no later ones are there. The
-    table of angles grows with the positions that are asked for."""
+    """The results equal those of one call per layer, and a layer is announced when its keys are written and those of
+    later layers are not. The table of rotary angles grows with the highest position."""
     monkeypatch.setattr("common.engine.decoder._LEAST_POSITIONS", 1)
     engine = load_engine(open_checkpoint(str(checkpoint(kind))), dtype=dtype, quantization=quantization, **OPTIONS)
     assert any(AT_ONCE in note for note in engine.notes)
@@ -395,12 +398,12 @@ def test_all_layers_in_one_call(
 def test_steps_that_keep_more_and_fewer_rows_have_their_own_logits(
     everywhere: None, checkpoint: Callable[[str], Path]
 ) -> None:
-    """A step's logits lie where those of the one before lay; who has asked for some keeps them."""
+    """All steps share one buffer for logits, and the logits of earlier steps keep their values."""
     engine = load_engine(open_checkpoint(str(checkpoint("llama"))), **OPTIONS)
     assert engine.decoder is not None
     two = chunk_beside_decode()
     alone = [Batch((segment,), (table,)) for segment, table in zip(two.segments, two.tables, strict=True)]
-    silent = Batch((Segment(two.segments[0].sequence, 0, 17),), two.tables[:1])  # wants no token
+    silent = Batch((Segment(two.segments[0].sequence, 0, 17),), two.tables[:1])  # samples no token
     at_once = [engine.logits(batch) for batch in (alone[1], two, silent, alone[0], two, alone[1])]
     engine.decoder = None
     by_layers = [engine.logits(batch) for batch in (alone[1], two, silent, alone[0], two, alone[1])]
@@ -413,10 +416,10 @@ def test_steps_that_keep_more_and_fewer_rows_have_their_own_logits(
 def test_a_step_for_which_there_is_no_memory_fails_alone(
     everywhere: None, checkpoint: Callable[[str], Path], longest: int
 ) -> None:
-    """The next one of its size finds no room that was never made."""
+    """The next step of the same size must not use buffers whose allocation failed."""
     engine = load_engine(open_checkpoint(str(checkpoint("llama"))), **OPTIONS)
     assert engine.decoder is not None
-    engine.decoder._rows = engine.decoder._kept = engine.decoder._most_kept = 0  # as if nothing had been checked
+    engine.decoder._rows = engine.decoder._kept = engine.decoder._most_kept = 0  # as if nothing had been allocated
     engine.logits(Batch((chunk_beside_decode(longest).segments[0],), (range(3),)))
     two, embedding = chunk_beside_decode(), engine.decoder._embedding
 
@@ -471,7 +474,8 @@ def test_other_layers_stay_as_they_are(kind: str, everywhere: None, checkpoint: 
 def test_a_layer_that_does_something_else_is_found_by_trying(
     part: str, change: Callable[[Any], None], everywhere: None, checkpoint: Callable[[str], Path]
 ) -> None:
-    """What the fused layer reads from the modules it takes over; what it cannot know, the trial finds."""
+    """The fused layer reads some settings from the modules it replaces; the trial detects the changes it cannot
+    read."""
     model = load(checkpoint("llama"))
     change(getattr(model.model.layers[1], part))
     taken_over = part != "mlp"

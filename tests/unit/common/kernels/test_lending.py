@@ -1,4 +1,4 @@
-"""Cores that workers lend each other: who may have which when, and that work is the same whoever does it."""
+"""Cores that workers lend each other: which worker may use which core, and that help does not change results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lent() -> Iterator[CoreLease]:
 
 
 def of(cores: CoreLease, *own: int) -> CoreLease:
-    """What another process makes of the same descriptor."""
+    """Return the lease of another process on the same descriptor."""
     return CoreLease(os.dup(cores.descriptor), own)
 
 
@@ -68,11 +68,11 @@ def test_a_core_that_several_workers_share_is_not_lent(lent: CoreLease) -> None:
     one, two = of(lent, 0), of(lent, 1)
     one.lend()
     two.lend()
-    lent.settle([(0,), (1,), (1,)])  # a third has come
+    lent.settle([(0,), (1,), (1,)])  # a third worker has joined
     assert lent.lent() == [0]
     two.lend()
     assert lent.lent() == [0]
-    lent.settle([(1,), (1,)])  # the first has left
+    lent.settle([(1,), (1,)])  # the first worker has left
     one.lend()
     assert lent.lent() == []
     lent.settle([(1,)])
@@ -106,7 +106,7 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: CoreLease, monkeypatch
         return poll(channels, 0)
 
     monkeypatch.setattr(Channels, "poll", watched)
-    monkeypatch.setattr(worker, "more_to_move", lambda: len(seen) == 1)  # once there is something to do at once
+    monkeypatch.setattr(worker, "more_to_move", lambda: len(seen) == 1)  # once, there is more to do
     worker.run()
     assert seen == [(True, [3]), (False, []), (True, [3])]
     assert lent.lent() == [], "it has it back when it leaves"
@@ -116,7 +116,8 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: CoreLease, monkeypatch
 
 
 def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: CoreLease) -> None:
-    """With two cores of its own and 0.6 s of others' a step would have taken 0.3 s longer: so may the next one."""
+    """With 2 cores of its own and 0.6 s of borrowed time, the step would have taken 0.3 s longer without help; the next
+    step is expected to take that long."""
     engine = OracleEngine(blocks=8)
     worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
     worker.cores = of(lent, 2, 3)
@@ -144,7 +145,7 @@ needs_kernels = pytest.mark.skipif(library is None, reason="no kernels in C")
 
 @pytest.fixture
 def helped(lent: CoreLease) -> Iterator[CoreLease]:
-    """Core ``CORE`` can be lent, and a helper waits for it."""
+    """Make core ``CORE`` lendable, with a helper that waits for it."""
     assert library is not None
     lent.settle([(CORE,)])
     lent.own = [CORE]
@@ -157,7 +158,7 @@ def helped(lent: CoreLease) -> Iterator[CoreLease]:
 
 
 def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
-    """Works until a helper has done a part of it; every result is ``expected``."""
+    """Repeat ``work`` until a helper has done a part of it; every result must equal ``expected``."""
     assert library is not None
     before, deadline = library.borrowed_s(), time.monotonic() + scaled(30.0)
     while library.borrowed_s() == before:
@@ -174,7 +175,7 @@ def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> No
 def test_a_linear_layer_is_the_same_with_help(
     variant: str, dtype: torch.dtype, kept: str, rows: int, threads: int, inputs: int, helped: CoreLease
 ) -> None:
-    """Also of long rows, which are taken in chunks."""
+    """Also with long rows, which are computed in chunks."""
     assert library is not None
     library.use(variant)
     try:
@@ -187,7 +188,7 @@ def test_a_linear_layer_is_the_same_with_help(
 
         def add() -> torch.Tensor:
             total = residual.clone()
-            linear.add_to(total, x)  # in place: a part that was done twice would be seen
+            linear.add_to(total, x)  # in place, so that a part computed twice would show
             return total
 
         expected = add()
@@ -241,7 +242,7 @@ def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: CoreLease
 
 @needs_kernels
 def test_a_core_is_borrowed_by_one_at_a_time(helped: CoreLease) -> None:
-    """Another process has it, or has died with it: then it is free again when its owner lends it anew."""
+    """A core that another process has borrowed, and may have died with, is free again when its owner lends it anew."""
     assert library is not None
     linear, x = NativeLinear(torch.randn(512, 256), None), torch.randn(256, 256)
     expected = linear.rows(x)

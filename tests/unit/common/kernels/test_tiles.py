@@ -1,4 +1,4 @@
-"""Kernels for tile registers (AMX) where a core has none: the registers are plain C, all else is what is installed."""
+"""The kernels for tile registers (AMX) on cores without them: only the registers are emulated in C."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiler() -> list[str]:
 
 
 def knows_tiles() -> bool:
-    """As native.c asks it: GCC from version 11 on."""
+    """Return whether native.c builds its tile kernels with this compiler: GCC from version 11 on."""
     words = [*compiler(), "-dM", "-E", "-x", "c", "-"]
     macros = subprocess.run(words, input="", capture_output=True, text=True, check=True).stdout
     version = re.search(r"__GNUC__ (\d+)", macros)
@@ -34,13 +34,13 @@ def knows_tiles() -> bool:
 
 
 def compile_kernels(to: Path) -> None:
-    """native.c as it is compiled when the package is installed, but for the tile registers."""
+    """Compile native.c as the installation does, but with emulated tile registers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extension = next(
         each for each in project["tool"]["setuptools"]["ext-modules"] if each["name"] == "common.kernels.cpu._kernels"
     )
     tiles = f'-DFAKE_TILES="{ROOT / "tests" / "fakes" / "tiles.h"}"'
-    flags = ["-shared", "-fPIC", *extension["extra-compile-args"], "-O1", tiles]  # a third sooner, and no slower here
+    flags = ["-shared", "-fPIC", *extension["extra-compile-args"], "-O1", tiles]  # -O1 compiles faster
     libraries = [f"-l{name}" for name in extension["libraries"]]
     subprocess.run([*compiler(), *flags, *extension["sources"], "-o", str(to), *libraries], cwd=ROOT, check=True)
 
@@ -50,7 +50,7 @@ def compile_kernels(to: Path) -> None:
 @pytest.mark.skipif(TILES in VARIANTS, reason="tests of this core's own tile registers are among the others")
 @pytest.mark.skipif("avx512_bf16" not in VARIANTS, reason="what is around tiles is made for AVX512-BF16")
 def test_kernels_for_tiles_where_there_are_none(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """All tests of kernels for this variant; with whole grids also those that run with whichever is the fastest."""
+    """Run all kernel tests for this variant and, if the grids are not sampled, those that use the fastest variant."""
     if not knows_tiles():
         pytest.skip("this compiler knows no tiles")
     kernels = tmp_path / "kernels.so"

@@ -1,4 +1,4 @@
-"""Workers agree on a model to the last byte of its weights, in whatever type they hold them."""
+"""Workers of a model must have weight files that are equal in every byte, whatever type they hold the weights in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARDS = [f"model-0000{shard}-of-00002.safetensors" for shard in (1, 2)]
 
 @pytest.fixture
 def sharded(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A checkpoint of two files."""
+    """Return a checkpoint whose weights are in two files."""
     path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "sharded"))
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -42,7 +42,7 @@ def fingerprint(path: Path, **options: Any) -> str:
 
 
 def flip_unseen(path: Path, shard: str) -> None:
-    """Changes one bit in the middle of the file, the first one of which the coordinator's sample shows nothing."""
+    """Flip the first bit in the second half of the file that the coordinator's sample does not cover."""
     before, right = open_checkpoint(str(path)).fingerprint, (path / shard).read_bytes()
     for at in range(len(right) // 2, len(right), 512):
         changed = bytearray(right)
@@ -55,7 +55,7 @@ def flip_unseen(path: Path, shard: str) -> None:
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_one_other_bit_of_the_weights_is_refused_at_registration(shard: str, sharded: Path, tmp_path: Path) -> None:
-    """The coordinator, which reads no weights, cannot see it; that two workers differ it sees."""
+    """The coordinator reads too little of the weights to see the difference, but it sees that two workers differ."""
     other = Path(shutil.copytree(sharded, tmp_path / "other"))
     flip_unseen(other, shard)
     registry = Registry(open_checkpoint(str(sharded)).fingerprint)

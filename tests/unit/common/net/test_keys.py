@@ -1,4 +1,4 @@
-"""Cluster keys: the file, and who may read it."""
+"""Cluster keys: the key file, its permissions, and the addresses that keys permit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets with the limits and habits that libzmq does not have by itself."""
+"""Sockets with limits and behavior that libzmq does not have by itself."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster_key: Pat
 
 @pytest.mark.skipif(nearby("tcp://127.0.0.1:1") == "tcp://127.0.0.1:1", reason="there are no such sockets here")
 def test_who_finds_the_place_nearby_taken_does_not_start() -> None:
-    """Somebody would hear the workers who is not their coordinator."""
+    """Otherwise another process would receive the workers' messages."""
     with contextlib.closing(Channels()) as channels, contextlib.closing(Channels()) as others:
         with create_server(("127.0.0.1", 0)) as free:
             asked = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -112,7 +112,8 @@ def test_what_could_not_be_opened_does_not_keep_the_rest_from_closing(
 
 
 def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_read_yet() -> None:
-    """A link that was cut comes back while the listener is in a long step: both are news to it, in any order."""
+    """While the listener is in a long step, a peer whose connection was cut may dial again; the listener then learns of
+    the new connection and of the end of the old one in any order."""
     with zmq.Context() as context, bind_router(context, "tcp://127.0.0.1:*") as router:
         address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         with router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connected:
@@ -121,7 +122,7 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
             assert router.poll(5000) and router.recv_multipart() == [b"peer", b"before"]
             assert connected.poll(5000) and connected.recv_multipart()
             with connect_dealer(context, address, b"peer") as new:
-                assert connected.poll(5000)  # without a look at the router, which knows only the old connection
+                assert connected.poll(5000)  # the router has not processed this and knows only the old connection
                 router.disable_monitor()
                 old.close(linger=0)
                 new.send(b"after")
@@ -173,7 +174,7 @@ def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
             before = stood_still_s()
             process.send_signal(signal.SIGSTOP)
             stopped_at = time.monotonic()
-            time.sleep(1.0)  # is what it is about
+            time.sleep(1.0)  # the time to be measured
             process.send_signal(signal.SIGCONT)
             assert 0.9 <= stood_still_s() - before <= time.monotonic() - stopped_at
         finally:
@@ -182,11 +183,11 @@ def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
 
 
 def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_loses_nothing() -> None:
-    """Somebody sends frame after frame while the worker is in a long step."""
+    """A peer sends frame after frame while the worker is in a long step."""
     here, there = Channels(), Channels()
     router, address = here.router("tcp://127.0.0.1:*", kv=True)
     dealer = there.dealer(address, b"peer", to="decode")
-    dealer.setsockopt(zmq.SNDHWM, 1)  # counts for connections that are made from here on
+    dealer.setsockopt(zmq.SNDHWM, 1)  # applies to connections made from here on
     dealer.disconnect(address)
     dealer.connect(address)
     frame, sent, most = bytes(1 << 20), 0, KV_HIGH_WATER_MESSAGES + 64
@@ -224,7 +225,7 @@ def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(
     sockets += [router, channels.dealer(address, b"peer", to="decode")]
     niceness = channel.CURVE_NICENESS if encrypted else channel.KV_NICENESS
     kv = started(before | control.keys())
-    door = {ours} if encrypted else set()  # who answers which keys may come in
+    door = {ours} if encrypted else set()  # the thread that authenticates keys
     assert set(kv.values()) == {min(19, ours + niceness)} | door
     assert os.getpriority(os.PRIO_PROCESS, 0) == ours
     for socket in sockets:
@@ -239,7 +240,7 @@ def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster_ke
     router, address = decode.router("tcp://127.0.0.1:*", kv=True)
     unknown, peer = stranger.dealer(address, b"unknown", to="decode"), prefill.dealer(address, b"peer", to="decode")
     try:
-        with contextlib.suppress(zmq.Again):  # it may have been turned away already
+        with contextlib.suppress(zmq.Again):  # it may have been rejected already
             unknown.send(b"from whom", zmq.NOBLOCK)
         peer.send(b"known")
         assert router.poll(5000)
@@ -264,7 +265,7 @@ def ends() -> Iterator[tuple[Channels, Channels]]:
 
 
 def read(socket: BoundedSocket, received: list[int], copy: bool = True) -> list[Any]:
-    """The next message, or no parts of it, with a bounded number of parts read."""
+    """Return the next message, or [] while one is being dropped; the number of parts read must be bounded."""
     before = len(received)
     assert socket.poll(5000)
     parts = socket.recv_multipart(zmq.NOBLOCK, copy)
@@ -277,7 +278,7 @@ def read(socket: BoundedSocket, received: list[int], copy: bool = True) -> list[
 def test_of_a_message_of_too_many_parts_the_first_are_taken_and_the_rest_is_dropped_in_pieces(
     ends: tuple[Channels, Channels], monkeypatch: pytest.MonkeyPatch, kv: bool, copy: bool
 ) -> None:
-    """Nothing of others is lost, before it or behind it, nor what its sender says next."""
+    """No message of another peer is lost, before it or behind it, nor the sender's next message."""
     received = counted(monkeypatch)
     router, address = ends[0].router("tcp://127.0.0.1:*", kv=kv)
     good = [b"header", b"payload"] if kv else [b"message"]
@@ -342,14 +343,14 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(cluster_key: Path) -> None:
     try:
         router, address = channels.router("tcp://127.0.0.1:*")
         with router, create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=12) as stranger:
-            while stranger.recv(1024):  # a greeting; libzmq by itself would wait for 30 s
+            while stranger.recv(1024):  # the greeting; libzmq by itself would wait for 30 s
                 pass
     finally:
         channels.close()
 
 
 def test_who_cannot_open_a_socket_says_so_as_of_an_address_that_is_none() -> None:
-    """A worker gives one hand-off up for that, not itself."""
+    """The error is the same as for an invalid address: the worker gives up one hand-off and goes on."""
     with zmq.Context() as context:
         context.max_sockets = 1
         with context.socket(zmq.PAIR), pytest.raises(WireError, match="Too many open files"):

@@ -1,4 +1,4 @@
-"""What the machine has, and the defaults that follow from it."""
+"""The machine's resources, and the defaults that follow from them."""
 
 from __future__ import annotations
 

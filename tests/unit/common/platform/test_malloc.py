@@ -1,4 +1,4 @@
-"""Memory of frames is used again, and its pages are not faulted in for each of them."""
+"""The memory of frames is reused, so that frames do not fault in new pages each time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(way: str) -> int:
-    """Page faults of a process that takes and frees the memory of a transfer's frames again and again."""
+    """Return the page faults of a process that repeatedly allocates and frees the memory of a transfer's frames."""
     done = subprocess.run([sys.executable, "-c", _CHURN, way], capture_output=True, text=True, check=True, timeout=60)
     return int(done.stdout)
 

@@ -1,4 +1,4 @@
-"""common/platform/threads.py: who goes first where there are fewer cores than work."""
+"""Thread priorities: which threads run first when there are fewer cores than work."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from common.platform import threads
 from tests.threads import running_threads
 
 GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
-"""Numbers of the call sched_getattr(2)."""
+"""Number of the system call sched_getattr(2), by architecture."""
 
 
 def slice_s(thread: int) -> float:
-    """What a thread was given by sched_setattr(2), or the system's own slice; 0 before Linux 6.12."""
+    """Return the time slice that sched_setattr(2) gave to a thread, or the system's default; 0 before Linux 6.12."""
     found = threads._Attributes()
     size = ctypes.sizeof(found)
     assert not ctypes.CDLL(None).syscall(GETATTR[platform.machine()], thread, ctypes.byref(found), size, 0)
@@ -77,7 +77,7 @@ def test_whoever_answers_in_a_block_is_ranked_as_usual_behind_it() -> None:
     assert nicer == (pytest.approx(threads.ANSWERING_SLICE_S), usual[1] + 5)
     assert urgent[0] == pytest.approx(threads.ANSWERING_SLICE_S) and urgent[1] in (usual[1], usual[1] + threads.URGENT)
     assert behind[0] == at_last[0] == usual[0]
-    if urgent[1] < usual[1]:  # who may not be urgent may not take niceness back either
+    if urgent[1] < usual[1]:  # without the right to be urgent, niceness cannot be taken back either
         assert behind == at_last == usual
 
 

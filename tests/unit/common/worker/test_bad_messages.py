@@ -1,4 +1,4 @@
-"""Requests and messages that make no sense harm nobody."""
+"""Invalid requests and messages do no harm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NONSENSE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wrong", _NONSENSE.values(), ids=_NONSENSE)
 def test_a_request_that_makes_no_sense_harms_nobody(pair: Bench, wrong: dict[str, Any]) -> None:
-    """Messages of the right type with wrong content: each is counted, and the next one is served."""
+    """Messages of the right type with invalid content are counted, and the next request is served."""
     said = {**_SENSE, **wrong}
     fields = [bytes(16), said["prompt"], said["sampling"], said["n"], said["emitted"], "", 0, 1000, said["ended"]]
     attempt = said.get("attempt", 1)

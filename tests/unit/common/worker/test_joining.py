@@ -1,4 +1,4 @@
-"""A worker that knocks: refused, too early, under a taken name, and at last let in."""
+"""Joining a coordinator: a worker is refused, comes too early, finds its name taken, and is let in at last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.door import QUIET_S, WAIT_S, Door, hello_of, until
 
 
 class Member:
-    """A worker's membership, turned by hand beside the doors that it knocks at."""
+    """A worker's membership, which the test runs beside the coordinator endpoint that it dials."""
 
     def __init__(self, cluster_key: Path | None, door: Door, party: Party = "decode") -> None:
         self.channels = Channels(cluster_key and keys.load(cluster_key, party))
@@ -80,7 +80,7 @@ def test_a_worker_that_is_turned_away_knows_why(
 def test_a_refusal_is_heard_however_soon_it_comes(
     cluster_key: Path, mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libzmq's thread may have been turned away for good before the one that dials runs on."""
+    """libzmq's I/O thread may be rejected for good before the dialing thread runs on."""
     connect = zmq.Socket.connect
 
     def connect_and_be_away(socket: zmq.Socket[Any], address: str) -> None:
@@ -118,7 +118,7 @@ def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
 def test_a_worker_joins_when_its_coordinator_has_been_corrected(
     cluster_key: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that had joined before: its coordinator comes back with a wrong file, and then with the right one."""
+    """Also a worker that had joined before: its coordinator restarts with a wrong key file, then with the right one."""
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     door = Door(cluster_key)
     port = door.port
@@ -152,9 +152,7 @@ def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
         while time.monotonic() < alone_until:
             member.membership.reconnect()
             member.channels.poll(0.005)
-        monkeypatch.setattr(
-            "common.worker.membership.RECONNECT_S", 60.0
-        )  # a slow Welcome is no reason for one more Hello here
+        monkeypatch.setattr("common.worker.membership.RECONNECT_S", 60.0)  # a slow Welcome causes no second Hello
         door = Door(key, port)
         member.until_welcome(door)
         until(lambda: member.turn(door) or door.beats >= 3, "its heart beats")
@@ -176,8 +174,8 @@ def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
     door.close()
     try:
         assert router.poll(int(WAIT_S * 1000))
-        router.close(0)  # with the Hello unread
-        deaf.close()  # waits until the address is free
+        router.close(0)  # while its Hello is unread
+        deaf.close()  # returns when the address is free
         door = Door(None, int(address.rpartition(":")[2]))
         member.until_welcome(door)
     finally:
@@ -186,7 +184,7 @@ def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
 
 
 def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster_key: Path) -> None:
-    """Of a worker's two connections only that of the heart has met the wrong coordinator."""
+    """Of a worker's two connections, only the heartbeat's has met the wrong coordinator."""
     door = Door(None)
     channels, hello, dials = Channels(keys.load(cluster_key, "decode")), hello_of("decode"), []
 

@@ -1,4 +1,4 @@
-"""What every worker does between its steps, whatever its role."""
+"""The loop of all workers: what it does between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.system import needs_populate
 
 BLOCKS = 1 << 13
 SLACK = 1 << 14
-"""Pages at both ends, and those that count the uses of blocks."""
+"""Bytes allowed for partial pages at both ends and for the blocks' generation counters."""
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def worker_of() -> Iterator[Callable[..., DecodeWorker]]:
         worker._drop_all()
         worker.close()
         worker.engine.memory.close()
-        del worker  # who counts its blocks' generations keeps them mapped
+        del worker  # a reference to the worker would keep its generation counters mapped
 
 
 def in_memory(worker: DecodeWorker) -> int:
-    """Bytes of its pool."""
+    """Return how many bytes of the worker's pool are in memory."""
     return os.fstat(worker.engine.memory.fd).st_blocks * 512  # type: ignore[attr-defined]
 
 

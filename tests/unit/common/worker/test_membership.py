@@ -1,4 +1,4 @@
-"""Leases, welcomes and silences between a worker and its coordinator."""
+"""Leases, Welcomes and silences between a worker and its coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.workers import Bench, make_request
 
 
 def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
-    """Both Aborts of the first are lost; of the second one attempt is void and one is not."""
+    """Both Aborts of the first request are lost; of the second request, one attempt is void and one is valid."""
     lost, kept = make_request(100, 400), make_request(90, 400)
     pair.place(lost, "prefill-0", "decode-1")
     pair.tell("decode-1", Reserve(kept, 1, pair.peer("prefill-0")))
@@ -35,10 +35,10 @@ def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
 
 
 def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> None:
-    """Also from a second coordinator, which has others."""
+    """A second coordinator's Welcome, with other times, also takes effect."""
     for name in pair.workers:
         pair.tell(name, Welcome(Incarnation("other"), 20, 4_000, 500))
-    pair.until(lambda: pair.beats >= 40, deadline_s=4)  # of two hearts that beat twice a second: 16
+    pair.until(lambda: pair.beats >= 40, deadline_s=4)  # at the default of two a second, two workers would send 16
     prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
     told = TransferLimits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
     assert prefill.sender._limits == decode.receiver._limits == told  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> Non
 
 
 def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When that was lost nobody has said how long anything may be held without a word."""
+    """Without the Welcome, the worker does not know how long it may hold a request without a lease."""
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.2)
     bench.lost_welcomes = 1
     worker = bench.add("decode", OracleEngine(512))
@@ -65,7 +65,7 @@ def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.Mon
 
 
 def test_a_worker_that_hears_no_lease_for_as_long_as_one_lasts_dials_anew(bench: Bench) -> None:
-    """The connection may carry nothing any more, of which nobody is told."""
+    """The connection may be dead without any error."""
     bench.lease_ms = 400
     worker = bench.add("decode", OracleEngine(64))
     bench.until(lambda: worker.membership.joined)
@@ -86,7 +86,7 @@ def test_a_worker_that_hears_no_lease_for_as_long_as_one_lasts_dials_anew(bench:
 def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else whoever waits for this worker would wait as long for one that hangs."""
+    """Otherwise a hung worker would be waited for just as long."""
     engine = OracleEngine(64)
     worker = bench.add("decode", engine)
     monkeypatch.setattr(worker, "clock", lambda: time.monotonic() + 31.0 * engine.steps)
@@ -98,7 +98,7 @@ def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
 
 
 def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its heart stood still as well, and whoever was stopped together with it has not missed that."""
+    """The heartbeat thread was stopped too, and a coordinator stopped at the same time must see no hang."""
     bench.lease_ms = 100_000
     engine = OracleEngine(64)
     worker = bench.add("decode", engine)
@@ -127,7 +127,7 @@ def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench
     running, reserved = make_request(100, 8000), make_request(90, 4)
     bench.place(running, "prefill-0", "decode-1")
     bench.until(lambda: len(decode.holdings()) == 1)
-    renewed_until = time.monotonic() + 0.6  # twice as long as without
+    renewed_until = time.monotonic() + 0.6  # twice as long as one lease
     while time.monotonic() < renewed_until:
         bench.tell("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), 0))
         bench.turn()
@@ -151,7 +151,7 @@ def test_a_worker_without_work_says_that_its_coordinator_is_silent(
 def test_a_worker_that_is_turned_away_says_so_at_once_and_then_now_and_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each time that it dials anew nothing is known for a moment."""
+    """After each new connection the refusal is unknown for a moment."""
     worker, why = bench.add("decode", OracleEngine(64)), "it asks for a key"
     now = worker.clock()
     for tick in range(1, 100):  # tenths of a second

@@ -1,4 +1,4 @@
-"""What has finished can be told again."""
+"""Output of finished requests can be sent again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.unit.workers import Bench, make_request
 
 
 def test_first_tokens_that_ended_a_request_can_be_told_again(pair: Bench) -> None:
-    """Decode has never heard of them, and prefill holds nothing of the request any more."""
+    """Decode never got the request's first tokens, and prefill holds nothing of the request any more."""
     request = make_request(50, 1, n=2)
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request) and pair.quiet())

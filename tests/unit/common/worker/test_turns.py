@@ -1,4 +1,4 @@
-"""What a worker does in one turn, between long steps, and when it is told to stop."""
+"""One turn of a worker: its limits, its work between long steps, and its messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.unit.workers import Bench, make_request
 def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
     pair: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops when its time for moving KV is over, and comes back at once: no message will come that wakes it."""
+    """The worker stops when its time for moving KV is over, and starts the next turn at once: no message will wake
+    it."""
     monkeypatch.setattr("prefill.role.BUDGET_S", 0.0)
     prefill = pair.workers["prefill-0"]
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
@@ -34,7 +35,8 @@ def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
 
 
 def test_what_the_heart_tells_is_as_young_as_the_last_long_step(bench: Bench) -> None:
-    """Short steps are noted now and then, one that is longer than that when it ends."""
+    """Short steps publish the snapshot for heartbeats now and then; a step longer than that interval publishes it at
+    its end."""
     worker = bench.add("decode", OracleEngine(64))
     request = make_request(40, 3)
     step = worker.engine.step
@@ -45,7 +47,7 @@ def test_what_the_heart_tells_is_as_young_as_the_last_long_step(bench: Bench) ->
 
     worker.engine.step = slow  # type: ignore[method-assign]
     bench.tell("decode-0", Generate(request, 1))
-    bench.until(lambda: worker.holdings())  # whose turn has computed its first chunk
+    bench.until(lambda: worker.holdings())  # one turn has computed the first chunk
     assert worker.membership.snapshot.live == request.id
     bench.until(lambda: bench.done(request))
 
@@ -68,7 +70,8 @@ def test_beside_streams_a_worker_takes_in_less_the_fewer_hand_offs_there_are(ben
 
 
 def test_many_that_announce_themselves_beside_long_steps_are_answered_within_a_few(bench: Bench) -> None:
-    """Also while nothing can be reserved for any of them: who is not answered gives the hand-off up after a while."""
+    """Also while no blocks can be reserved for them: a sender that gets no answer gives its hand-off up after a
+    while."""
     decode, prefill = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
     assert isinstance(decode, DecodeWorker) and isinstance(prefill, PrefillWorker)
     bench.tell("decode-0", Generate(stream := make_request(40, 60), 1))
@@ -77,7 +80,7 @@ def test_many_that_announce_themselves_beside_long_steps_are_answered_within_a_f
 
     def slow(batch: Any) -> Any:
         next(steps)
-        time.sleep(0.05)  # the step's length
+        time.sleep(0.05)  # the length of a step
         return step(batch)
 
     decode.engine.step = slow  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What tells a long silence from an end: paces of steps, patience of senders, hearts that beat over a hung engine."""
+"""Telling a long silence from a failure: step time estimates, sender timeouts, heartbeats over a hung engine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def waiting(grant_at: float | None = None) -> SenderSession:
 
 
 def turn(session: SenderSession, since: float, until_s: float, every: float = 0.05) -> float:
-    """Ticks until it is over or the time is; when that was."""
+    """Tick until the session is over or ``until_s`` is reached; return that time."""
     now = since
     while now < until_s and not session.over:
         now += every
@@ -150,7 +150,7 @@ def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
 def test_what_was_heard_after_our_own_absence_does_not_excuse_a_silence_as_long_again() -> None:
     session = waiting()
     session.tick(0.1)
-    session.heard(0.0, 30.0)  # it waited for us, and is read before the timers run
+    session.heard(0.0, 30.0)  # it was waiting to be read, and is read before the timers run
     session.tick(30.0)
     assert session.progress_at == 30.0
     assert 32.0 < turn(session, 30.0, 90.0) < 32.2 and session.state is TransferState.EXPIRED
