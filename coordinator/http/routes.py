@@ -51,7 +51,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
     options, text = await read_body(request, read)
     prompts = [await model.chat_prompt(text)]
-    del text  # it may be long, and the answer may take long
+    del text  # release its memory: the answer may take long
     shape = ChatShape(_head("chatcmpl", model), options, model.text)
     return await _answer(request, arrived_at, prompts, "messages", options, shape)
 
@@ -78,7 +78,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if options.return_token_ids:
         model.check_repeats(replace(body, echo=False), prompts)
     echoes = await _echoes(model, body, prompts) if body.echo else []
-    del body  # it may be long, and the answer may take long
+    del body  # release its memory: the answer may take long
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
     return await _answer(request, arrived_at, prompts, "prompt", options, shape)
 

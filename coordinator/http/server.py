@@ -201,8 +201,7 @@ class Connection(web.RequestHandler):
             self._refuse(0, TooManyFiles(message=""), lingering=False)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Release everything received and not answered now, because the garbage collector frees dead connections
-        late."""
+        """Release what was received and not answered; the garbage collector would free a dead connection late."""
         super().connection_lost(exc)
         self._messages.clear()
         self._message_tail = b""
@@ -212,7 +211,8 @@ class Connection(web.RequestHandler):
 
     def is_unread(self, now: float, patience_s: float) -> bool:
         """Return whether the client has read nothing for ``patience_s`` although data is waiting for it. Must be called
-        periodically: each call compares the waiting bytes and the request count with those of the call before."""
+        periodically: each call compares the bytes waiting here and in the kernel, and the number of requests, with
+        those of the call before."""
         waiting = self._out.get_write_buffer_size() if self._out is not None else 0
         seen = waiting, _unacknowledged(self._out) if waiting else 0, self.requests
         if not waiting or seen != self._seen:

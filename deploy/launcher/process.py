@@ -6,7 +6,7 @@ Ctrl-C, because the launcher decides in which order children stop. It never outl
 when the launcher dies (PR_SET_PDEATHSIG), and a launcher that died before this was set is detected by the parent
 process id.
 
-    python -m deploy.launcher.process LABEL PARENT_PID STATUS_FD [LINE_FD]  < {"kind": "worker", "config": {...}}
+    python -m deploy.launcher.process LABEL PARENT_PID STATUS_FD [IPC_FD]  < {"kind": "worker", "config": {...}}
 """
 
 from __future__ import annotations

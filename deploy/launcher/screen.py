@@ -185,7 +185,7 @@ class Terminal:
             self._tasks[label] = self._bars.add_task(label, total=None, text="starting")
         if report.stage:
             total = report.total if report.done < report.total else None
-            if total is None:  # a full bar would stop the clock, and update() cannot take a total back
+            if total is None:  # a full bar would stop the elapsed time, and update() cannot unset a total
                 next(bar for bar in self._bars.tasks if bar.id == self._tasks[label]).total = None
             text = escape(_stage_text(report))
             self._bars.update(self._tasks[label], completed=report.done, total=total, text=text)

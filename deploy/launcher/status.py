@@ -64,7 +64,7 @@ def supervised() -> bool:
 
 
 def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
-    """Report the progress of ``stage``. May be called often: without a supervisor only the begin and the end are
+    """Report the progress of ``stage``. May be called often: without a supervisor only its beginning and end are
     logged."""
     if _Sink.fd is not None:
         _write(Report(stage, done, total, text[:_MAX_TEXT]))
