@@ -1,4 +1,4 @@
-"""The corpus of the built-in model: deterministic, split without overlap; checkers that tell right from wrong."""
+"""The corpus of the built-in model: deterministic, split without overlap, with checkers that tell right from wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reference(item: Item) -> Answer:
 
 
 def damaged(answer: Answer, rng: Random) -> Iterator[Answer]:
-    """Answers that are wrong in the ways that broken servers and broken weights are wrong."""
+    """Yield wrong answers of the kinds that broken servers and broken weights give."""
     yield Answer("")
     yield Answer("qua the of of the 17, of")
     if answer.calls:
@@ -63,7 +63,7 @@ def test_the_same_seed_makes_the_same_conversations() -> None:
 
 
 def test_no_held_out_item_is_trained_on() -> None:
-    """By key, and for single questions also by wording, which is what the model sees."""
+    """Items are compared by key and, for single questions, by wording, which is what the model sees."""
     rng = Random(3)
     for skill in corpus.SKILLS:
         trained = [corpus.trained(skill, rng) for _ in range(ROUNDS)]

@@ -1,4 +1,4 @@
-"""The training of the built-in model, in miniature: it learns, resumes exactly, and writes what others can load."""
+"""The training of the built-in model, in miniature: it learns, resumes exactly, and writes files for others to load."""
 
 from __future__ import annotations
 

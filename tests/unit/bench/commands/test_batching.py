@@ -1,4 +1,4 @@
-"""Static against continuous batching: the workload, and both ways against a server that has no limit."""
+"""Static against continuous batching: the workload, and both methods against a server without limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_static_batch_runs_as_long_as_its_longest() -> None:
 
 
 def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The mock answers any number at once: three batches, one after the other, take longer than all together."""
+    """The mock answers any number at once, so three batches in turn take longer than all requests together."""
     saved = tmp_path / "batching.json"
     words = f"bench batching --url {mock_url} --num-prompts 6 --batch-size 2 --random-input-len 4 --random-output-len 2"
     assert cli.main([*words.split(), "--runs", "1", "--save", str(saved), "--label", "a mock"]) == 0
@@ -43,13 +43,13 @@ def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_answers_are_as_long_as_the_server_has_room_for() -> None:
-    """As with the defaults and the built-in model, which has 2,048 positions: they are not all refused then."""
+    """With the defaults and the built-in model's 2,048 positions, answers are shortened so that not all are refused."""
     assert longest_answer(128, 1024, 2048) == 1024
     assert longest_answer(128, 1024, 1 << 20) == longest_answer(128, 1024, None) == 128 * LONGEST
 
 
 def test_answers_that_end_early_are_not_counted_as_whole() -> None:
-    """As where the end of a text is not ignored, or a server does not know how to."""
+    """For example because the end of a text is not ignored, or the server cannot ignore it."""
     asks, records = [Ask([1], 1, 5), Ask([2], 1, 5)], [Record(0.0, 1, output_tokens=5), Record(0.0, 1, output_tokens=4)]
     with pytest.raises(StartError, match="1 of 2 answers ended early"):
         batching._check(asks, Run(records, 1.0, 0.0), Console())

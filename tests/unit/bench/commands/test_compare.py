@@ -1,4 +1,4 @@
-"""Comparing systems: ratios within a round, the advice, and what busy pools say about their sizes."""
+"""Comparing systems: ratios within a round, the advice, and the remarks on the sizes of busy pools."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
 
 
 def outcome(system: str, *rounds: tuple[int, float], prefill: float = 0.0, decode: float = 0.0) -> Outcome:
-    """A round is (how many of 100 requests are inside, ms between tokens); a run takes 10 s."""
+    """Return an outcome. A round is (requests of 100 inside the objectives, ms between tokens); a run takes 10 s."""
     found = Outcome(system)
     for inside, gap_ms in rounds:
         records = []
@@ -60,7 +60,7 @@ def test_a_gain_in_every_round_is_advised() -> None:
 
 
 def test_what_is_as_good_together_stays_together() -> None:
-    """Short prompts, light load: all are inside either way."""
+    """Short prompts and a light load: all requests are inside the objectives with both systems."""
     lines = verdict([outcome("1p1d", (100, 10), (100, 10)), outcome("1c", (100, 12), (100, 12))], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 times")
 
@@ -80,7 +80,7 @@ def test_less_or_doubtful_gain_is_not_advised(apart: tuple[tuple[int, float], ..
 
 
 def test_a_run_that_only_took_longer_is_no_worse() -> None:
-    """Of requests that come at their own times; sent all at once, the time that they take is what counts."""
+    """This holds for requests with arrival times of their own. If all are sent at once, the total time counts."""
     apart, together = outcome("1p1d", (100, 10)), outcome("1c", (100, 10))
     together.runs[0] = replace(together.runs[0], seconds=12.0)
     together.summaries[0] = summarise(together.runs[0], objectives=OBJECTIVES)
@@ -96,13 +96,13 @@ def test_a_system_that_never_meets_the_objectives_counts_nothing() -> None:
 
 
 def test_what_was_better_in_one_round_alone_is_not_advised() -> None:
-    """Also where the other had no request inside in any."""
+    """Also if the other system had no request inside in any round."""
     lines = verdict([outcome("1p1d", (30, 10), (0, 10), (0, 10)), outcome("1c", *[(0, 10)] * 3)], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 (1.00 to inf) times")
 
 
 def test_systems_that_are_both_overloaded_tell_nothing() -> None:
-    """Also where one of them has some requests inside, those that came before it was late for all others."""
+    """Also if one system has some requests inside, those that came before all others were late."""
     lines = verdict([outcome("1p1d", (0, 10)), outcome("1c", (0, 10))], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate on the strength of this: no request is inside ttft:1000")
     lines = verdict([outcome("1p1d", (10, 10), (12, 10)), outcome("1c", (0, 10), (2, 10))], OBJECTIVES)
@@ -110,7 +110,7 @@ def test_systems_that_are_both_overloaded_tell_nothing() -> None:
 
 
 def failing(outcome: Outcome, count: int) -> Outcome:
-    """The same, but the last ``count`` requests of each round failed."""
+    """Return ``outcome`` with the last ``count`` requests of each round failed."""
     for index, run in enumerate(outcome.runs):
         for record in run.records[len(run.records) - count :]:
             record.moments, record.error = [], "HTTP 503: full"
@@ -119,7 +119,7 @@ def failing(outcome: Outcome, count: int) -> Outcome:
 
 
 def test_a_system_that_answers_nothing_gives_no_advice() -> None:
-    """It is broken, which says nothing about how it should be built."""
+    """Such a system is broken, which says nothing about how it should be built."""
     for count, said in (((100, 0), "1p1d"), ((0, 100), "1c"), ((100, 100), "1p1d and 1c")):
         rounds = [failing(outcome(name, (90, 10)), each) for name, each in zip(("1p1d", "1c"), count, strict=True)]
         assert verdict(rounds, OBJECTIVES) == [f"No advice: {said} answered no request."]
@@ -184,7 +184,7 @@ def test_the_server_at_the_url_is_compared_with_the_best_system() -> None:
     ],
 )
 def test_the_first_tokens_that_are_late_say_that_prefill_is_too_small(inside: int, said: str) -> None:
-    """A few say nothing."""
+    """A few late first tokens say nothing about prefill."""
     lines = verdict([outcome("1p1d", (inside, 10)), outcome("1c", (50, 10))], OBJECTIVES)
     assert lines[0].startswith("Disaggregate") and said in lines[-1]
 
@@ -207,10 +207,10 @@ def test_the_objectives_that_are_missed_say_which_pool_is_too_small(late: int, s
 
 @pytest.mark.parametrize(
     ("inside", "beside"),
-    [(10, 0), (60, 90), (60, 60)],  # neither meets the objectives, it has fewer inside, it has as many
+    [(10, 0), (60, 90), (60, 60)],  # neither meets the objectives; fewer inside; as many inside
 )
 def test_where_it_is_not_advised_to_disaggregate_no_larger_pools_are(inside: int, beside: int) -> None:
-    """What was missed and how busy the pools were is told still."""
+    """The output still names the missed objectives and how busy the pools were."""
     apart = outcome("1p1d", (inside, 10))
     for record in apart.runs[0].records:
         record.stages = {"prefill": "p", "decode": "d", "prefill_ms": 90.0}
@@ -255,7 +255,7 @@ def test_names_of_systems() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Systems that were measured, in turn; all that are asked for are as good as can be."""
+    """Replace measurements by perfect outcomes; return the list of measured systems, in order."""
     names: list[str] = []
 
     def measure(config: object, found: Outcome, number: int, terms: Terms, _: object) -> None:
@@ -314,7 +314,7 @@ def test_one_round_is_told_to_be_one(
 
 
 class _Models(BaseHTTPRequestHandler):
-    """A server that wants a key and has a model."""
+    """A server that requires a key and has one model."""
 
     def do_GET(self) -> None:
         known = self.headers["Authorization"] == f"Bearer {KEY}"
@@ -325,7 +325,7 @@ class _Models(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_a_wrong_url_is_found_before_anything_is_started(
 
 
 def test_a_model_of_the_other_server_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is asked of that one alone."""
+    """Only that server is asked for it."""
     asked: list[tuple[str, str | None, str | None]] = []
 
     def stop(_: object, url: str, key: str | None, model: str | None, longest: int | None) -> None:
@@ -371,7 +371,7 @@ def test_a_model_of_the_other_server_may_be_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_systems_get_the_same_requests() -> None:
-    """What does not fit into one of them is left out for those after it; one that would get others is refused."""
+    """Requests too long for one system are left out for the later ones; a system that would get others is refused."""
     limits: list[int | None] = []
 
     def prepared(system: str, longest: int, lengths: tuple[int, ...]) -> Prepared:
@@ -406,7 +406,7 @@ def test_flags_of_the_systems_are_saved() -> None:
 
 @pytest.mark.parametrize("flags", ["--api-key KEY", "--admin_api_key=KEY", "--api-key 'KEY"])
 def test_flags_of_the_systems_hold_no_key_and_errors_do_not_show_it(flags: str) -> None:
-    """They become arguments of processes, which every user of the machine may read."""
+    """They become arguments of processes, which every user of the machine can read."""
     with pytest.raises(StartError) as refused:
         BenchCompareConfig(model="", up_flags=flags.replace("KEY", KEY))
     assert KEY not in str(refused.value)

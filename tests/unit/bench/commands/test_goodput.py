@@ -36,7 +36,7 @@ def test_where_the_curve_falls_through(curve: list[tuple[float, ...]], found: Go
 @pytest.mark.parametrize("capacity", [0.04, 0.11, 3.0, 77.0])
 @pytest.mark.parametrize("first", [0.1, 1.0])
 def test_the_search_finds_a_capacity(capacity: float, first: float) -> None:
-    """A server that keeps every objective up to a rate and none above it."""
+    """The server meets every objective up to a rate and none above it."""
     points: list[Point] = []
     while (rate := next_rate(points, 0.9, first)) is not None:
         points.append(Point(rate, 1.0 if rate <= capacity else 0.0))
@@ -56,7 +56,7 @@ def test_the_search_ends_although_nothing_is_ever_good_or_bad() -> None:
 
 
 def test_the_search_ends_where_a_run_is_too_short_to_tell_anything() -> None:
-    """A server that answers 3 per second, and 20 requests that may all wait until then."""
+    """The server answers 3 requests per second, and the objectives let all 20 requests wait for that."""
     points: list[Point] = []
     while (rate := next_rate(points, 0.9, 1.0)) is not None:
         points.append(Point(rate, 1.0, 20 / max(20 / rate, 20 / 3)))
@@ -72,12 +72,12 @@ def test_what_lies_between_two_rates_is_said_to() -> None:
     assert lines[1].startswith("at 4.00 enough were inside again: 8 requests at each rate")
     assert len(remarks(highest(points[:2], 0.9), points[:2], config)) == 1
     assert highest(points, 0.9).between == (points[0], points[1])
-    for told in (points[:1], points[1:2]):  # nothing failed, everything did
+    for told in (points[:1], points[1:2]):  # no rate failed; every rate failed
         assert remarks(highest(told, 0.9), told, config) == []
 
 
 def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The mock has as much capacity as is asked for, and a fifth of its answers begin later than 0.7 s."""
+    """The mock sustains any rate, and a fifth of its answers begin later than 0.7 s."""
     saved, drawn = tmp_path / "goodput.json", tmp_path / "curve.svg"
     words = f"bench goodput --url {mock_url} --num-prompts 10 --random-input-len 8 --random-output-len 4 --rates 7,5"
     objectives = ["--goodput", "ttft:750,e2el:50x", "--attainment", "0.75"]

@@ -1,4 +1,4 @@
-"""The limits and the kernels' figures: what is counted, and that what is timed is really done."""
+"""Hardware limits and the kernels' figures: what is counted, and that the timed work is really done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ library = cpu.library()
 
 
 def timed(work: Callable[[], object], rounds: int = 5) -> float:
-    """Does the work, and says that it took half a second."""
+    """Do the work and return half a second."""
     work()
     return 0.5
 
@@ -36,7 +36,7 @@ def test_unless_told_otherwise_kernels_have_the_shape_of_the_goals(monkeypatch: 
 
 
 def test_the_shapes_are_all_weights_of_a_step() -> None:
-    """W of a decode step: 2 * (L * (2*h*H*d + 2*h*KVH*d + 3*h*ff) + h*V) bytes, of which an element is two."""
+    """Weight bytes of a decode step: 2 * (L * (2*h*H*d + 2*h*KVH*d + 3*h*ff) + h*V), with two bytes per element."""
     h, ff, layers, vocabulary = 768, 2048, 12, 8192
     expected = layers * (2 * h * 12 * 64 + 2 * h * 4 * 64 + 3 * h * ff) + h * vocabulary
     assert sum(each.outputs * each.inputs * each.count for each in shapes(LLAMA_82M)) == expected
@@ -93,14 +93,14 @@ def test_one_ways_weights_are_gone_before_the_next_ones_are_made(monkeypatch: py
 
     monkeypatch.setattr(roofline, "best_s", timed_once)
     monkeypatch.setattr(roofline, "ways", lambda *how: {name: watched(make) for name, make in ways(*how).items()})
-    product([Shape("a", 64, 32, 3)], torch.float32, 4)  # of this type every CPU has several ways
+    product([Shape("a", 64, 32, 3)], torch.float32, 4)  # float32 has several ways on every CPU
     assert made == 3 * len(passes) >= 6
 
 
 def test_figures_are_of_what_serves_not_of_what_is_fastest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where torch is faster the shares are not torch's, and the end of the table says so."""
+    """Where torch is faster, the shares are still those of our kernels, and the last line of the table says so."""
 
     def attended(heads: Heads, dtype: str, batch: int, context: int, read: object) -> kernels.Attended:
         return kernels.Attended(batch, context, 1000, {"native": 0.002, "cpu": 0.001 if batch == 4 else 0.004}, 1e6)
@@ -140,7 +140,7 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
 
 @pytest.mark.parametrize("tiles", [True, False])
 def test_whole_float32_weights_are_judged_too(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch multiplies, not by what is done with those that are kept as bfloat16."""
+    """They are judged by their own speed against torch's, not by that of weights kept as bfloat16."""
 
     class Library:
         variants = ("amx_bf16" if tiles else "avx512_bf16",)

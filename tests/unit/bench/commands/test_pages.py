@@ -1,4 +1,4 @@
-"""``tandem bench pages``: the tables of the benchmark pages are those of the saved figures."""
+"""``tandem bench pages``: the tables of the benchmark pages equal the saved figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's world: the real router and planners on virtual time, against queues that can be computed by hand."""
+"""The planner's simulation: the real router and planners on virtual time, compared with queues computed by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ASK = Ask(list(range(100, 200)), 100, 5)
 
 
 def saved_costs(path: Path, **changes: Any) -> Path:
-    """A file of costs of the built-in model and this machine, but for ``changes``; None leaves something out."""
+    """Write a file of costs for the built-in model and this machine, with ``changes``; None removes an entry."""
     origin = source(builtin.NAME, open_checkpoint(str(builtin.path())).fingerprint)
     found = origin | COST.as_json() | changes
     path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
@@ -59,7 +59,7 @@ def lived(asks: list[Ask], times: list[float], pools: tuple[int, int, int], **ch
 
 
 def test_one_request_alone_takes_what_its_steps_take() -> None:
-    """Prompt: 10 ms + 100 tokens of 1 ms. The last of ten layers is exposed: 100 kB at 1 MB/s / 10 = 10 ms."""
+    """The prompt takes 10 ms + 100 tokens of 1 ms. The last of ten layers is exposed: 100 kB at 1 MB/s / 10 = 10 ms."""
     apart = lived([ASK], [1.0], (1, 1, 0)).records[0]
     assert apart.ttft == pytest.approx(0.11)
     assert apart.itls == pytest.approx([0.02, 0.01, 0.01, 0.01])
@@ -87,13 +87,13 @@ def test_a_cost_is_that_of_the_steps_it_stands_for() -> None:
 
 @pytest.mark.parametrize("pools", [(1, 1, 0), (0, 0, 1)])
 def test_texts_are_not_taken_for_one_and_the_same(pools: tuple[int, int, int]) -> None:
-    """Of recorded text only the length is known; nobody's prefix is in a cache because somebody else's is as long."""
+    """Only the length of a recorded text is known; another text of the same length must not hit its cached prefix."""
     records = lived([Ask(f"question {number}", 96, 5) for number in range(3)], [0.0, 10.0, 20.0], pools).records
     assert [record.ttft for record in records] == pytest.approx([0.106] * 3)
 
 
 def test_a_slow_link_is_exposed_and_holds_prefills_blocks() -> None:
-    """100 kB at 100 kB/s take 1 s, of which 0.9 of the prefill's 110 ms hide some."""
+    """Shipping 100 kB at 100 kB/s takes 1 s, of which 0.9 of prefill's 110 ms is hidden."""
     record = lived([ASK], [0.0], (1, 1, 0), link_bytes_per_s=1e5).records[0]
     assert record.itls[0] == pytest.approx(1.0 - 0.11 * 0.9 + 0.01)
 
@@ -107,7 +107,7 @@ def test_a_prompt_stalls_streams_only_where_both_run_together() -> None:
 
 
 def test_prefill_is_a_queue_and_more_workers_shorten_it() -> None:
-    """Four prompts at once on one worker: chunks of 100 tokens, so 110 ms each, one after the other."""
+    """Four prompts arrive at one worker at once; each is one chunk of 100 tokens and takes 110 ms, in turn."""
     asks = random_asks(range(500), 4, 100, 2, seed=1)
     one = sorted(record.ttft for record in lived(asks, [0.0] * 4, (1, 1, 0)).records)
     assert one == pytest.approx([0.11, 0.22, 0.33, 0.44])
@@ -116,7 +116,7 @@ def test_prefill_is_a_queue_and_more_workers_shorten_it() -> None:
 
 
 def test_who_rests_computes_for_who_has_many_tokens() -> None:
-    """200 tokens take one worker 210 ms, and each that rests is worth 0.9 of one; a stream is not shared."""
+    """200 tokens take one worker 210 ms, and each idle worker adds 0.9 of a worker; a stream's steps are not shared."""
     ask = Ask(list(range(200)), 200, 2)
     wide = {"max_num_batched_tokens": 256, "lend_cores": True}
     alone = lived([ask], [0.0], (1, 1, 0), max_num_batched_tokens=256).records[0]
@@ -134,7 +134,7 @@ def test_who_rests_computes_for_who_has_many_tokens() -> None:
 
 
 def test_a_worker_that_has_steps_has_its_cores_for_itself() -> None:
-    """The stream is decoded from 25 to 135 ms, while 110 of the prompt's 210 ms are done; the rest by both."""
+    """The stream decodes from 25 to 135 ms, while prefill alone does 110 of the prompt's 210 ms; both do the rest."""
     stream, prompt = Ask(list(range(100, 115)), 15, 12), Ask(list(range(500, 700)), 200, 1)
     limits = {"max_num_batched_tokens": 256, "lend_cores": True, "link_bytes_per_s": 1e9}
     first, second = lived([stream, prompt], [0.0, 0.025], (1, 1, 0), **limits).records
@@ -157,8 +157,8 @@ def test_any_pools_serve_everything(pools: tuple[int, int, int]) -> None:
 
 
 def test_of_prompts_that_pile_up_decode_takes_some() -> None:
-    """Beside its streams, which go on at half of their pace: a step of 10 ms has a chunk of 10 more, or of 64 tokens
-    before it is known what one takes."""
+    """Its streams slow to half speed: a step of 10 ms gets a prompt chunk of 10 ms more, or of 64 tokens until the time
+    per token is known."""
     asks = random_asks(range(500), 40, 100, 10, seed=4)
     run = lived(asks, [0.0] * 40, (1, 1, 0))
     paths = [record.stages["path"] for record in run.records if record.stages]
@@ -174,7 +174,7 @@ def test_what_no_worker_can_hold_is_a_failure() -> None:
 
 
 def test_what_was_placed_and_never_ended_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However that comes about: it must not count as answered by its first token."""
+    """Whatever the reason, such a request must not count as answered by its first token."""
     monkeypatch.setattr(World, "_land", lambda *_: False)
     (record,) = World(COST, LIMITS, 1, 1, 0).run([ASK], [0.0]).records
     assert len(record.moments) == 1 and record.error == "it was placed but never ended"
@@ -187,7 +187,7 @@ def test_between_two_numbers_of_streams_costs_lie_on_a_straight_line() -> None:
 
 
 def test_costs_are_fitted() -> None:
-    """Exactly where the formula holds; nothing becomes negative where noise would have it so."""
+    """The fit is exact where the formula holds, and no cost is negative however noisy the times are."""
     generator = np.random.default_rng(1)
     known = ((0, 0.01), (1, 0.02), (4, 0.021), (16, 0.06))
     steps = [
@@ -214,7 +214,7 @@ def test_what_of_a_step_costs() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Planning from a file of costs, checked against a measured comparison: what is off by too much exits with 1."""
+    """Plan from a file of costs and check it against a measured comparison; too large a difference exits with 1."""
     cost, saved, measured = saved_costs(tmp_path / "cost.json"), tmp_path / "plan.json", tmp_path / "compare.json"
     words = f"bench plan --cost {cost} --num-prompts 20 --request-rate 5 --random-input-len 100 --random-output-len 10"
     systems = ["--systems", "1p1d,2c", "--save", str(saved)]
@@ -330,7 +330,7 @@ def test_costs_of_another_machine_are_noted(tmp_path: Path, capsys: pytest.Captu
 def test_costs_that_are_measured_are_kept_with_where_they_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And can be used again, by a plan that then says the same of them."""
+    """A second plan reuses the saved costs and reports the same origin."""
     monkeypatch.setattr(plan, "served_gap_s", lambda *_: 0.05)
     monkeypatch.setattr(plan, "measure", lambda *_: COST)
     cost, plans = tmp_path / "cost.json", [tmp_path / "first.json", tmp_path / "second.json"]
@@ -410,7 +410,7 @@ def test_what_is_assumed_is_said(
 
 
 def test_each_round_is_asked_what_a_comparison_asks_in_it() -> None:
-    """Lengths and times of their own, by the same seeds."""
+    """Each round has its own lengths and times, from the same seeds as in a comparison."""
     words = BenchPlanConfig(
         model="", num_prompts=8, random_input_len=40, random_range_ratio=0.5, request_rate=3, seed=5
     )
@@ -440,7 +440,7 @@ def test_advice_says_that_one_worker_over_all_cores_is_not_planned(
 
 
 def test_steps_are_measured_on_the_cores_of_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what comes after has all that there were."""
+    """Afterwards the process may use all of its cores again."""
     bound: list[list[int]] = []
 
     def pin(cpus: list[int], threads: int) -> None:

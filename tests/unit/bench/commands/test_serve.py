@@ -1,4 +1,4 @@
-"""``tandem bench serve`` against a server that answers on a scripted clock: what it reports is what was done."""
+"""``tandem bench serve`` against a server on a scripted clock: the report equals what the server did."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.unit.deploy.cli.test_main import assert_refused, tandem
 
 
 class ScriptedClock:
-    """Time that goes on only when the server waits and the client has looked at everything that was sent before: at its
-    own start, at ``preamble`` chunks without text, and at one chunk for each time that the server has waited."""
+    """A clock that advances only when the server waits and the client has looked at everything sent before. The client
+    looks at its own start, at each of ``preamble`` chunks without text, and at one chunk per wait of the server."""
 
     def __init__(self, preamble: int) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ class ScriptedClock:
 
 @pytest.mark.parametrize(("backend", "role_first"), [("openai", False), ("openai-chat", False), ("openai-chat", True)])
 async def test_the_client_measures_the_script_exactly(backend: Any, role_first: bool) -> None:
-    """Also where a chunk with a role comes long before the first token."""
+    """Also if a chunk with a role comes long before the first token."""
     clock = ScriptedClock(preamble=int(role_first))
     script = Script(ttft_s=0.321, gap_s=0.0125)
     mock = MockServer([script], clock=clock.server, sleep=clock.sleep, role_first=role_first)
@@ -80,7 +80,8 @@ async def test_the_client_measures_the_script_exactly(backend: Any, role_first: 
 
 
 async def test_requests_leave_on_time_whatever_became_of_the_others() -> None:
-    """An open loop: all are sent although none has been answered. With one place each waits for the one before."""
+    """Open loop: all requests are sent before any is answered. With max_concurrency 1, each waits for the one
+    before."""
     mock = MockServer([Script(0.15, 0.0)])
     async with TestServer(mock.app()) as server:
         target = Target(str(server.make_url("")).rstrip("/"), "scripted")
@@ -110,7 +111,7 @@ async def test_failures_are_recorded_and_end_nothing() -> None:
 
 @pytest.mark.parametrize(("cached", "told"), [(None, ""), (0, ""), (3, "75% of prompt tokens")])
 async def test_prompts_that_the_server_knew_are_told_of(cached: int | None, told: str) -> None:
-    """Which nobody sees from outside: the figures are then not those of computing them."""
+    """Cache hits are invisible from outside, so the report says that the figures include them."""
     mock = MockServer([Script(0.0, 0.0)], cached_tokens=cached)
     async with TestServer(mock.app()) as server:
         target = Target(str(server.make_url("")).rstrip("/"), "scripted")
@@ -122,7 +123,7 @@ async def test_prompts_that_the_server_knew_are_told_of(cached: int | None, told
 
 @pytest.mark.parametrize(("below", "named"), [("", "/"), ("", "/v1"), ("/some/where", ""), ("/some/where", "/v1/")])
 async def test_a_url_may_have_a_path_and_its_v1(below: str, named: str) -> None:
-    """Gateways serve models below paths of their own, and many clients take a URL that ends in /v1."""
+    """Gateways serve models below their own paths, and many clients take a URL that ends in /v1."""
     mock, app = MockServer([Script(0.0, 0.0)]), web.Application()
     if below:
         app.add_subapp(below, mock.app())
@@ -161,7 +162,7 @@ def test_the_command_reports_what_was_done(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through the whole command; its figures are compared with when the server wrote, not with when it should have."""
+    """The figures of the whole command are compared with the server's actual write times, not with the script's."""
     words = (
         f"bench serve --url {mock_url}/v1 --backend {backend} --num-prompts 10 --request-rate 10 --num-warmups 0"
         f" --random-input-len 20 --random-output-len 8 --goodput ttft:100000 --metric-percentiles 50,90 --save-detailed"
@@ -189,8 +190,8 @@ def test_the_command_reports_what_was_done(
 
 
 def test_requests_say_what_vllms_flags_say(mock_url: str, tmp_path: Path) -> None:
-    """Objectives, headers and metadata as several words; the sampling of each request; what ``--extra-body`` has goes
-    before it; whatever else is saved keeps its name."""
+    """Objectives, headers and metadata may be several words, ``--extra-body`` overrides the sampling flags, and
+    metadata does not overwrite other saved fields."""
     saved = tmp_path / "run.json"
     words = (
         "--num-prompts 1 --num-warmups 0 --random-output-len 2 --goodput ttft:100000 tpot:100000 --label one".split()
@@ -255,7 +256,7 @@ def commit_all(folder: Path) -> None:
 def test_the_commit_is_marked_where_files_differ_other_than_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # each time as in a process of its own
+    monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # as in a new process each time
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert provenance()["commit"] is None
     (tmp_path / "bench" / "results").mkdir(parents=True)
@@ -288,7 +289,7 @@ def test_a_measurement_tells_of_the_sources_that_it_began_with(tmp_path: Path, m
 def test_figures_of_other_sources_or_machines_are_not_comparable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # each time as in a process of its own
+    monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # as in a new process each time
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert not results.comparable(provenance()), "nobody knows of which sources they are"
     code, *others = (tmp_path / name for name in ("code.py", "README.md", "tests/test.py", "bench/results/goals.json"))

@@ -24,7 +24,8 @@ Serve = Callable[[Callable[[dict[str, Any]], dict[str, Any]]], Any]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """``await serve(answer)`` is the URL of a server whose answer to a golden record is ``answer(record)``."""
+    """Return an async function that starts a server with ``answer(record)`` for each golden record; it returns the
+    URL."""
     servers: list[TestServer] = []
 
     async def start(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
@@ -60,7 +61,7 @@ def knows(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def unparsed(record: dict[str, Any]) -> dict[str, Any]:
-    """As a server without a tool parser answers: the call is text."""
+    """Answer like a server without a tool parser: the call is text."""
     message = knows(record)
     for call in message.pop("tool_calls", ()):
         arguments = call["function"]["arguments"]
@@ -178,7 +179,7 @@ def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_a_server_that_closes_its_connections_costs_no_item() -> None:
-    """Each item has a connection of its own: a kept one may be closed while the next question is on its way."""
+    """Each item uses a new connection, because a kept one may be closed while the next question is on its way."""
     connections = []
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -189,7 +190,7 @@ async def test_a_server_that_closes_its_connections_costs_no_item() -> None:
         writer.write(body)
         if head.startswith(b"POST"):
             with contextlib.suppress(asyncio.IncompleteReadError):
-                await reader.readuntil(b"\r\n\r\n")  # a second request is not answered
+                await reader.readuntil(b"\r\n\r\n")  # a second request gets no answer
         writer.close()
 
     server = await asyncio.start_server(answer_once, "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""What int8 weights cost in quality: read as transformers reads it, judged as the figures are defined."""
+"""The quality cost of int8 weights: read as transformers reads them, and judged as the figures are defined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITEMS = 5
 
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
-    """A few golden items, of different skills."""
+    """Return a file with a few golden items of different skills."""
     lines = GOLDEN.read_text().splitlines()
     path = tmp_path / "few.jsonl"
     path.write_text("\n".join(lines[:: len(lines) // ITEMS][:ITEMS]))

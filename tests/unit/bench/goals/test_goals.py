@@ -1,4 +1,4 @@
-"""Goals: their arithmetic on scripted results, what is met and what is not, the table, one broken goal among others."""
+"""Goals: their arithmetic on scripted results, which goals are met, the table, and one broken goal among others."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from deploy.cli import main as cli
 
 SOME = Path("somewhere")
 COST = CostModel(((0, 0.0), (64, 0.064)), 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)
-"""With which 512 prompt tokens take as long as 48 tokens of an answer."""
+"""A cost model in which 512 prompt tokens take as long as 48 tokens of an answer."""
 
 
 def record(first: float, *gaps: float, sent: float = 0.0, error: str = "", stages: Any = None) -> Record:
-    """A request sent at ``sent`` whose first token came ``first`` later and the others at ``gaps``."""
+    """Return a request sent at ``sent`` with its first token ``first`` s later and the others after ``gaps`` (s)."""
     moments = [sent + first]
     for gap in gaps:
         moments.append(moments[-1] + gap)
@@ -59,7 +59,7 @@ def record(first: float, *gaps: float, sent: float = 0.0, error: str = "", stage
 
 
 class Scripted(Field):
-    """Servers whose answers are written down: ``answer`` gives the record for an ask of a system at a time."""
+    """Servers with scripted answers: ``answer`` returns the record for a system, an ask and a time."""
 
     def __init__(self, answer: Any, *, peers: Path | None = SOME, effort: Effort = QUICK) -> None:
         super().__init__(SOME, (0, 1), peers, effort, Console(quiet=True))
@@ -138,7 +138,7 @@ def test_the_table_says_all_and_json_too(tmp_path: Path) -> None:
 
 
 def core() -> Calibration:
-    """Weights of 100 MB, KV of 10 kB a token, 10 GB/s, 1 TFLOP/s."""
+    """Return a calibration: weights of 100 MB, KV of 10 kB per token, 10 GB/s, 1 TFLOP/s."""
     return Calibration(
         weight_bytes=100_000_000, kv_bytes=10_000, layer_weights=40_000_000, head_weights=10_000_000,
         last_weights=5_000_000, attention_width=10_000,
@@ -203,7 +203,7 @@ def test_without_peers_only_our_own_are_measured() -> None:
 
 
 def test_the_hand_off_is_what_it_adds_to_the_first_token_and_before_the_second() -> None:
-    """Prefill has one core, as whom it is compared with."""
+    """Prefill has one core, as the system it is compared with."""
     first = {handoff.ON_ITS_CORE: 0.204, OURS_ONE_CORE: 0.2, VLLM_1P1D: 0.9, VLLM_ONE_CORE: 0.3}
     scripted = Scripted(lambda system, ask, at: record(first[system], 0.03, *[0.02] * 5))
     added, gap = handoff.c4(scripted)
@@ -223,7 +223,7 @@ def test_the_hand_off_is_measured_where_a_peer_is_missing(missing: System) -> No
 
 
 def hand_offs(*exposed_ms: float) -> list[dict[str, float]]:
-    """Of 10 MB each, granted while their prompt was computed for 100 ms."""
+    """Return the stages of hand-offs of 10 MB each, granted while their prompt was computed for 100 ms."""
     return [{"transfer_ms": 100 + each, "transfer_exposed_ms": each, "kv_bytes": 1e7} for each in exposed_ms]
 
 
@@ -257,7 +257,7 @@ def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_sa
 
 
 def test_only_gaps_while_all_stream_count() -> None:
-    """The first stream waits for the others' prompts, the last one runs on alone."""
+    """Gaps while the first stream waits for the other prompts, or the last stream runs on alone, do not count."""
     records = [record(0.1, 0.5, 0.02, 0.02, 0.02), record(0.6, 0.02, 0.02, 0.02, 0.3, 0.3)]
     found = interference.gaps_together(records)
     assert [number for number, _ in found] == [2, 3, 4, 1, 2, 3]
@@ -267,7 +267,7 @@ def test_only_gaps_while_all_stream_count() -> None:
 
 
 def test_gaps_are_in_medians_of_the_same_stretch_of_a_stream() -> None:
-    """A stream that slows down as its context grows is not disturbed by that."""
+    """A stream that slows down as its context grows does not count as disturbed."""
     stretch = interference.STRETCH
     alone = [(number, 0.01 if number < stretch else 0.02) for number in range(2 * stretch)]
     longer = [*alone, (2 * stretch, 0.02)]
@@ -301,7 +301,7 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
 
 
 def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
-    """From a run to the next: streams that find their pace, undisturbed, disturbed, undisturbed again."""
+    """The runs are: warm-up, undisturbed, disturbed, undisturbed again, on a machine that slows down."""
 
     def answer(system: System, ask: Ask, at: float) -> Record:
         pace = (0.02, 0.02, 0.025, 0.03)[len(scripted.order) - 1]
@@ -313,7 +313,7 @@ def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
 
 
 def test_a_stream_that_slows_down_as_it_grows_is_told_in_both_ways() -> None:
-    """Every token takes 1 ms longer than the one before, whoever else is there."""
+    """Every token takes 1 ms longer than the one before, with and without disturbance."""
     scripted = Scripted(
         lambda system, ask, at: record(0.1, *[0.02 + 0.001 * i for i in range(ask.output_tokens - 1)], sent=at)
     )
@@ -340,7 +340,7 @@ def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_di
 
 
 def drawn(scripted: Scripted, folder: Path) -> list[str]:
-    """The pictures that there are, each a PNG of some size."""
+    """Draw all pictures, which must be PNGs of some size; return their names."""
     for name, draw in scripted.pictures.items():
         draw(path := folder / f"{name}.png")
         assert path.read_bytes()[1:4] == b"PNG" and path.stat().st_size > 10_000
@@ -368,7 +368,7 @@ def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
 
 
 def test_of_rivals_only_the_best_is_searched_to_the_end() -> None:
-    """Nobody is tried at less than somebody else is known to bear."""
+    """No system is tried at a lower rate than another is known to sustain."""
     capacity, asked = {OURS: 3.0, VLLM: 1.1, VLLM_1P1D: 0.3}, list[tuple[System, float]]()
 
     def attempt(system: System) -> Any:
@@ -390,7 +390,7 @@ def test_of_rivals_only_the_best_is_searched_to_the_end() -> None:
 
 
 def test_a_rival_that_has_not_failed_is_not_given_up() -> None:
-    """It begins at a little less than another, and bears more."""
+    """It starts at a slightly lower rate than the other, and sustains a higher one."""
     curves = goodput.search(attempts_of({VLLM: 1.1, OURS: 3.0}), {VLLM: 1.0, OURS: 0.9}, near=1.3, rivals=True)
     assert highest(curves[OURS], 0.9).rate == pytest.approx(3.0, rel=0.3)
 
@@ -416,7 +416,7 @@ def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:
 
 
 def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_counts_nothing(tmp_path: Path) -> None:
-    """Requests that come faster than a system bears are late; vLLM as 1P1D always is."""
+    """Requests that arrive faster than a system's capacity are late; with vLLM as 1P1D they always are."""
     capacity = {("1p1d", None): 4.0, ("2c", 2048): 3.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
 
     paced = set[str]()
@@ -446,7 +446,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
 
 
 def test_the_rates_around_the_highest_are_tried_again() -> None:
-    """Luck at one of them is not a rate: the median over rounds is told, with their range."""
+    """A lucky run at one rate does not decide: the median over rounds is reported, with its range."""
     nearly = [Point(1.0, 1.0), Point(2.0, 0.95), Point(2.1, 0.85), Point(4.0, 0.0)]
     assert goodput.around(nearly) == [2.0, 2.1] and goodput.around([Point(1.0, 1.0), Point(2.0, 0.9)]) == [2.0]
     assert goodput.around([Point(1.0, 0.8), Point(2.0, 0.5)]) == [1.0], "too much, however little"
@@ -462,7 +462,7 @@ def test_the_rates_around_the_highest_are_tried_again() -> None:
 def test_what_lies_between_is_searched_where_other_arrivals_move_the_highest_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two rates that are far apart any between them would be a guess."""
+    """Between two rates that are far apart, interpolation would be a guess."""
     curve = [Point(1.0, 1.0), Point(2.0, 0.95), Point(2.1, 0.85), Point(4.0, 0.0)]
     capacity = {OURS: 3.1, VLLM: 1.6, VLLM_ONE_CORE: 2.05, VLLM_1P1D: 0.1}
     asked: list[System] = []
@@ -483,7 +483,7 @@ def test_what_lies_between_is_searched_where_other_arrivals_move_the_highest_rat
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 3, 4])
 def test_a_peer_that_ends_in_the_middle_is_left_out_and_costs_nobody_elses_figures(dies_after: int) -> None:
-    """A server that is gone answers nothing: that is no rate of 0, and no round without it."""
+    """A dead server gets no rate of 0, and the rounds of the other systems go on."""
 
     class Dies(Scripted):
         left = dies_after
@@ -544,7 +544,7 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
 
 
 def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_told() -> None:
-    """The last answer takes as long again as all others."""
+    """The last answer takes twice as long as all others."""
     numbers = itertools.count(1)
 
     def answered(system: System, ask: Ask, at: float) -> Record:
@@ -567,7 +567,7 @@ INTERRUPTED = 130
 
 
 def bench(*words: str) -> int:
-    """The exit code of ``tandem bench WORDS``."""
+    """Run ``tandem bench WORDS``; return its exit code."""
     return cli.main(["bench", *words])
 
 
@@ -622,7 +622,7 @@ def test_what_is_measured_so_far_is_kept_if_the_run_ends_in_the_middle(
 def test_a_quick_run_is_not_judged(
     quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its loads are too small: that everything works is all that it tells."""
+    """The loads of a quick run are too small: it shows only that everything works."""
     below = row(Target("value", 1, 1.5, at_most=True), value=20.0)
     assert below.held is False
     monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [below]})
@@ -703,7 +703,7 @@ def test_a_run_does_not_go_on_with_figures_of_something_else(
 def test_a_peer_that_was_missing_before_a_run_goes_on_is_still_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of its goals that were measured then have no figure of it."""
+    """The goals that were measured while it was missing have no figure of it."""
     asked: list[str] = []
 
     def goal(name: str) -> command.Goal:

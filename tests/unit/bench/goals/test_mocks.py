@@ -1,4 +1,4 @@
-"""The mock workers of the coordinator's goal, around a real coordinator: what they say is what is measured there."""
+"""The mock workers of the coordinator's goal, with a real coordinator: their messages are what the goal measures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 @contextmanager
 def turning(worker: MockWorker) -> Iterator[None]:
-    """A thread turns ``worker``, which knows no end of its own: its process is killed."""
+    """Run ``worker`` in a thread; it has no end of its own, as its process is normally killed."""
     over = threading.Event()
 
     def turn() -> None:
@@ -51,7 +51,7 @@ def turning(worker: MockWorker) -> Iterator[None]:
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[tuple[Cluster, MockWorker]]:
-    """A coordinator with a mock worker of each role; the second of the pair is the one that decodes."""
+    """Yield a coordinator with a mock worker of each role, and the decode worker."""
     model = tmp_path / "model"
     fake_checkpoint(model)
     async with open_cluster(model) as cluster:
@@ -82,7 +82,7 @@ async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tu
 
 
 async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[Cluster, MockWorker]) -> None:
-    """Tokens after the first come no faster than its steps, of however many streams at once."""
+    """Tokens after the first come no faster than the worker's steps, however many streams it has."""
     cluster, _ = served
     body = {"prompt": [7, 8], "max_tokens": 21, "ignore_eos": True}
     started = time.monotonic()
@@ -104,7 +104,7 @@ async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tup
 async def test_mock_workers_answer_their_leases(
     served: tuple[Cluster, MockWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the coordinator would give them up in the middle of a measurement."""
+    """Otherwise the coordinator would give them up in the middle of a measurement."""
     registry = served[0].dispatcher.gateway.registry
     renewed, answered, both = registry.renewed, set(), {worker.id for worker in registry}
     assert len(both) == 2

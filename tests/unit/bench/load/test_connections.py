@@ -1,4 +1,4 @@
-"""What the load client makes of a server that closes connections which it had kept open."""
+"""The load client against servers that close the connections it keeps open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Close = Callable[[Reader, Writer], Awaitable[None]]
 
 
 async def read_request(reader: Reader) -> bytes:
-    """A whole request; IncompleteReadError at the end of the connection."""
+    """Return a whole request; raise IncompleteReadError at the end of the connection."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
     return head + await reader.readexactly(int(length.split(b":")[1]))
@@ -47,7 +47,7 @@ async def close_unanswered(reader: Reader, writer: Writer) -> None:
 
 
 async def close_after_headers(reader: Reader, writer: Writer) -> None:
-    """The body is not read: the kernel sends a reset."""
+    """Close without reading the body, so that the kernel sends a reset."""
     await reader.readuntil(b"\r\n\r\n")
     writer.close()
 
@@ -76,7 +76,7 @@ def after(said: bytes, arrived: asyncio.Event, close: Callable[[Writer], None]) 
     async def partly_answered(reader: Reader, writer: Writer) -> None:
         await read_request(reader)
         writer.write(said)
-        await arrived.wait()  # a reset takes from the client what it has not read yet
+        await arrived.wait()  # a reset discards what the client has not read yet
         close(writer)
 
     return partly_answered
@@ -84,8 +84,8 @@ def after(said: bytes, arrived: asyncio.Event, close: Callable[[Writer], None]) 
 
 @dataclass
 class Server:
-    """Answers the first ``good`` requests of each connection, and then does ``close``; on connection ``well`` and later
-    ones it answers all. ``begun`` counts the requests of each connection."""
+    """A server that answers the first ``good`` requests of each connection and then calls ``close``; from connection
+    ``well`` on it answers all. ``begun`` counts the requests of each connection."""
 
     close: Close
     good: int = 1
@@ -158,7 +158,7 @@ async def test_a_pool_of_stale_connections(close: Close, at_once: int) -> None:
 
 @pytest.mark.parametrize("close", UNANSWERED)
 async def test_a_new_connection_that_is_closed_is_a_failure(close: Close) -> None:
-    """The server closes it before it has ever answered on it: that is the server's fault."""
+    """The server closes it before its first answer, which is the server's fault."""
     server = Server(close, good=0, well=9)
     async with server.running() as target, target.session() as session:
         record = await send(target, session)
@@ -231,7 +231,7 @@ async def test_the_wait_for_both_answers_is_bounded_by_one_timeout() -> None:
 
 
 async def test_a_run_counts_what_was_sent_again() -> None:
-    """A server that closes each connection after its second request fails none."""
+    """The server closes each connection after its second request, and no request fails."""
     server = Server(close_after_headers, good=2, well=99)
     async with server.running() as target:
         run = await run_load(target, [Ask([65], 1, 1)] * 7, [0.0] * 7, max_concurrency=1)

@@ -1,4 +1,4 @@
-"""What load is made of: arrival times, workloads and their files, the reading of streams, and the figures."""
+"""Load: arrival times, workloads and their files, the reading of streams, and the figures."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_files_that_do_not_parse_are_refused_in_words(read: object, text: str, s
     ],
 )
 def test_of_a_trace_only_what_is_wanted_is_read(read: object, head: str, row: str, tmp_path: Path) -> None:
-    """It may be larger than memory: here what lies far behind cannot be read at all."""
+    """A trace may be larger than memory. Here, a part behind the wanted rows cannot be read at all."""
     path = tmp_path / "trace"
     path.write_bytes((head + row * 5_000).encode() + b"\xff")
     assert len(within(read(path, IDS), 50, None)[0]) == 50  # type: ignore[operator]
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 
 def test_a_trace_begins_with_what_is_asked_of_it() -> None:
-    """Rows before it that were left out are not waited for."""
+    """The time before its first wanted row is not waited for."""
     asks = [Ask([1], 1, 1, at=at) for at in (30.0, 30.5, 32.0)]
     options = BenchServeConfig(dataset_name="azure", dataset_path="trace.csv", time_scale=2.0)
     assert times(options, asks) == [0.0, 1.0, 4.0]
@@ -253,7 +253,7 @@ def test_the_same_asks_in_other_words() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no real-time threads of one user here")
 @pytest.mark.parametrize(("cores", "few"), [(2, True), (load.FEW_CORES + 1, False)])
 def test_where_cores_are_few_load_waits_for_none(cores: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a real-time thread, where this user may have one, and as usual behind the run."""
+    """The load runs in a real-time thread, if the user may have one; after the run the thread is normal again."""
     policy = os.SCHED_RR if few and may_be_real_time() else os.SCHED_OTHER
 
     async def ranked(*_: Any, **__: Any) -> int:
@@ -295,7 +295,7 @@ def test_a_role_is_no_token_and_an_end_is_none() -> None:
     record = read(
         (0.1, delta(role="assistant", content="")),
         (0.5, delta(content="a")),
-        (0.6, delta(content="")),  # a token whose character is not complete
+        (0.6, delta(content="")),  # a token with an incomplete character
         (0.8, delta(content="é")),
         (1.1, delta(content="b") + END + USAGE + DONE),
     )

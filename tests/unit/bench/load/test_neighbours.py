@@ -1,4 +1,4 @@
-"""A measurement that is not alone says so."""
+"""A measurement reports other work on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of small and of uneven runs: every axis has labels, and they stay apart."""
+"""Plots of small and of uneven runs: every axis has labels, and they do not overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.load.run import Run
 
 
 def run(*ttfts_ms: float, gaps_ms: tuple[float, ...] = (6.0, 6.1)) -> Run:
-    """Requests one after another, each with the gaps given."""
+    """Return a run of requests one after another, each with the given gaps."""
     records, now = [], 0.0
     for ttft in ttfts_ms:
         moments = [now + ttft / 1000]
@@ -31,7 +31,7 @@ def run(*ttfts_ms: float, gaps_ms: tuple[float, ...] = (6.0, 6.1)) -> Run:
 
 @pytest.fixture
 def figure(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was drawn last, in a list."""
+    """Return a list to which each drawn figure is added."""
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "_write", lambda figure, path: drawn.append(figure))
     return drawn

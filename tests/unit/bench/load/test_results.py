@@ -1,4 +1,4 @@
-"""Files of saved figures: one run, or several with names."""
+"""Files of saved figures: one run, or several named runs."""
 
 from __future__ import annotations
 

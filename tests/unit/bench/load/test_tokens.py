@@ -24,7 +24,7 @@ def test_words_stay_whole() -> None:
 
 
 class Small:
-    """A server that refuses what its context cannot hold, as Tandem does. A word is a token."""
+    """A server that refuses text longer than its context, as Tandem does. A word is a token."""
 
     url = "http://small"
 

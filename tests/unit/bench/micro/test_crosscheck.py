@@ -1,4 +1,5 @@
-"""``tandem bench crosscheck`` compares what a tool reports with the same spans of what a server has written."""
+"""``tandem bench crosscheck`` compares a tool's figures with those of the times at which the server wrote the
+tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from bench.micro import crosscheck
 from common.core.errors import StartError
 
 MOMENTS = [[0.1, 0.2, 0.4], [0.3, 0.4, 0.6]]
-"""When each request's tokens were written, in seconds after it came."""
+"""Times at which each request's tokens were written, in seconds after the request came."""
 WRITTEN = {"ttft": 200.0, "tpot": 150.0, "e2el": 500.0}
 
 
@@ -24,7 +25,7 @@ def test_what_was_written_is_from_the_request_on_and_between_tokens() -> None:
 
 
 def test_guidellm_calls_the_same_by_other_names() -> None:
-    """Its time per output token is that of the first one, too."""
+    """GuideLLM has other names for the same figures; its time per output token includes the first token."""
     requests = [
         {
             "time_to_first_token_ms": 1000 * first,

@@ -1,4 +1,4 @@
-"""The parts that ``bench.micro.handoff_cost`` measures are those of the code as it is."""
+"""Every part that ``bench.micro.handoff_cost`` measures still runs with the current code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers: what is installed, what stands before vLLM's two servers, and that nothing stays of what was started."""
+"""Peers: what is installed, the proxy in front of vLLM's two servers, and that no started process is left behind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_one_core_is_too_few_for_two_servers(tmp_path: Path) -> None:
 
 
 class Half:
-    """A prefill or decode server that remembers what it was asked; ``status`` is that of its answers."""
+    """A prefill or decode server that records its requests and answers with ``status``."""
 
     def __init__(self, status: int = 200) -> None:
         self.status = status
@@ -114,7 +114,7 @@ class Half:
 
 @contextlib.asynccontextmanager
 async def proxied(prefill: Half, decode: Half) -> AsyncIterator[Any]:
-    """A client of the proxy before the two."""
+    """Yield a client of the proxy in front of the two servers."""
     async with prefill.server() as first, decode.server() as second:
         app = Proxy(str(first.make_url("")), str(second.make_url(""))).app()
         async with TestClient(TestServer(app)) as client:
@@ -171,7 +171,7 @@ def test_a_process_is_stopped_with_children_that_do_not_listen() -> None:
 def test_a_process_ends_with_its_children_though_who_waits_for_its_end_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a second Ctrl-C, for one."""
+    """For example by a second Ctrl-C."""
 
     def interrupted(seconds: float | None = None) -> int:
         if seconds is not None:
@@ -189,7 +189,7 @@ def test_a_process_ends_with_its_children_though_who_waits_for_its_end_is_interr
 
 
 def _state(pid: int) -> str:
-    """T of a process that is halted, Z or nothing of one that has ended."""
+    """Return the state of a process: T if it is stopped, Z or '' if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -224,7 +224,8 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
 
 
 def test_a_peer_that_is_halted_ends_with_whoever_measures_it(tmp_path: Path) -> None:
-    """However that ends: a group without a parent in its session is told to hang up. Also under nohup."""
+    """However the measuring process ends, the kernel sends SIGHUP to a stopped, orphaned process group. Also under
+    nohup."""
     told = tmp_path / "pids"
     measuring = f"""
 import os, pathlib, signal, sys
