@@ -152,9 +152,9 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
     elif kind.startswith(_STATEFUL) or "linear_attention" in (config.get("layer_types") or ()):
         why = f"{architecture or kind} has layers with a recurrent state, not only attention"
     elif "auto_map" in config and not trust_remote_code and not _known(architecture):
-        why = f"{architecture or kind} needs code from the checkpoint, and remote code is not trusted"
+        why = f"{architecture or kind} needs code from the checkpoint, and --trust-remote-code is not given"
     elif not trust_remote_code and not _known(architecture):
-        why = f"{architecture or kind or 'its architecture'} is not a decoder-only language model of transformers"
+        why = f"{architecture or kind or 'its architecture'} is not a decoder-only language model in transformers"
     if why:
         todo = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
         raise StartError(f"cannot serve {model}", why, todo)
@@ -195,7 +195,7 @@ def _download(model: str, revision: str | None) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StartError(
             f"cannot open {model}",
-            f"there is no such directory, and the hub did not give it: {reason[:200]}",
+            f"there is no such directory, and the download from the hub failed: {reason[:200]}",
             "check the path or the hub id, the network, and HF_TOKEN for gated models",
         ) from error
 

@@ -17,6 +17,10 @@ from common.config.shared import ClientOptions
 class ChatConfig(ClientOptions):
     """``tandem chat``: a chat in the terminal, a client of a running server on any machine."""
 
-    system_prompt: str | None = option(None, "system message", TEXT, "chat")
-    max_tokens: int | None = option(None, "longest answer", count(1), "chat", shown_default="what fits")
-    temperature: float | None = option(None, "0 is greedy", decimal(0, 2), "chat", shown_default="the server's")
+    system_prompt: str | None = option(None, "system message of the chat", TEXT, "chat")
+    max_tokens: int | None = option(
+        None, "maximum length of an answer, in tokens", count(1), "chat", shown_default="what fits the context"
+    )
+    temperature: float | None = option(
+        None, "sampling temperature; 0 is greedy", decimal(0, 2), "chat", shown_default="the server's"
+    )

@@ -18,11 +18,15 @@ from common.net.keys import ClusterKeys
 class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOptions):
     """``tandem coordinator``."""
 
-    control_host: str = option("127.0.0.1", "address that workers dial", TEXT, "network and keys")
-    expect_prefill: int = option(0, "prefill workers that must join once before /ready says yes", count(), "routing")
-    expect_decode: int = option(0, "decode workers that must join once before /ready says yes", count(), "routing")
+    control_host: str = option("127.0.0.1", "address to which workers connect", TEXT, "network and keys")
+    expect_prefill: int = option(
+        0, "number of prefill workers that must have joined once before /ready reports ready", count(), "routing"
+    )
+    expect_decode: int = option(
+        0, "number of decode workers that must have joined once before /ready reports ready", count(), "routing"
+    )
     expect_colocated: int = option(
-        0, "colocated workers that must join once before /ready says yes", count(), "routing"
+        0, "number of colocated workers that must have joined once before /ready reports ready", count(), "routing"
     )
 
     def check_binds(self, keys: ClusterKeys | None = None) -> None:

@@ -28,53 +28,67 @@ class EngineOptions:
 
     dtype: Dtype = option(
         "auto",
-        "type of weights, activations and KV (auto: the checkpoint's; float32 on CPUs without bf16 instructions)",
+        "element type of weights, activations and KV; auto is the checkpoint's, or float32 on CPUs "
+        "without bf16 instructions",
         one_of("auto", "float32", "bfloat16", "float16"),
         "model",
     )
     quantization: Quantization = option(
         "none",
-        "int8: linear layers with weights of one byte (the same on all workers)",
+        "int8 stores the weights of linear layers in 8 bits; must be the same on all workers",
         one_of("none", "int8"),
         "model",
     )
     kv_cache_memory: int | None = option(
         None,
-        "bytes of KV pool per worker",
+        "size of the KV pool of each worker, in bytes or such as 4GiB",
         SIZE,
         "memory",
         aliases=("--kv-cache-memory-bytes",),
-        shown_default="a quarter of free memory divided by the workers, at most 4GiB each",
+        shown_default="a quarter of the free memory, divided among the workers; at most 4GiB each",
     )
     num_kv_blocks: int | None = option(
         None,
-        "blocks of KV pool per worker; wins over --kv-cache-memory",
+        "number of KV blocks of each worker; overrides --kv-cache-memory",
         count(1),
         "memory",
         aliases=("--num-gpu-blocks-override",),
-        shown_default="from the memory",
+        shown_default="as many as --kv-cache-memory holds",
     )
-    block_size: int = option(16, "tokens per KV block, a multiple of 16", count(16, 1 << 16), "memory")
-    max_num_seqs: int = option(64, "sequences decoded together", count(1, 1 << 16), "batch")
+    block_size: int = option(16, "tokens per KV block; a multiple of 16", count(16, 1 << 16), "memory")
+    max_num_seqs: int = option(
+        64, "maximum number of sequences that a worker decodes together", count(1, 1 << 16), "batch"
+    )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens computed in one step",
+        "maximum number of tokens that a worker computes in one step; longer prompts are computed in chunks",
         count(1),
         "batch",
         shown_default="512 on a CPU, 2048 on a GPU",
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV of shared prompt prefixes", SWITCH, "batch")
+    enable_prefix_caching: bool = option(
+        True, "reuse the KV of prompt prefixes that were computed before", SWITCH, "batch"
+    )
     kv_transport: KvTransport = option(
         "auto",
-        "how KV blocks travel (auto: shared memory on one host, else ZeroMQ; nixl: read by decode over UCX)",
+        "how KV gets from prefill to decode workers: shm (shared memory), zmq, nixl (decode reads it over "
+        "UCX), or auto (shm on one host, else zmq)",
         one_of("auto", "shm", "zmq", "nixl"),
         "transfer",
     )
     threads: int | None = option(
-        None, "compute threads per worker", count(1, 4096), "cores", shown_default="one per core of its share"
+        None,
+        "number of compute threads per worker",
+        count(1, 4096),
+        "cores",
+        shown_default="one per core of the worker",
     )
     cpus: str | None = option(
-        None, "cores to run on, such as 0-3,5 (tandem up deals them out)", CPUS, "cores", shown_default="all"
+        None,
+        "cores to use, such as 0-3,5; tandem up divides them among its processes",
+        CPUS,
+        "cores",
+        shown_default="all",
     )
 
     def __post_init__(self) -> None:

@@ -19,14 +19,20 @@ from common.net.keys import PARTIES
 class KeygenConfig:
     """``tandem keygen``: makes new keys for a cluster, or extracts those that one role needs from a key file."""
 
-    out: str | None = option(None, "file to write", TEXT, "network and keys", shown_default="cluster.key, or ROLE.key")
+    out: str | None = option(
+        None, "key file to write", TEXT, "network and keys", shown_default="cluster.key, or ROLE.key"
+    )
     role: str | None = option(
-        None, "write only what this role needs", one_of(*PARTIES), "network and keys", shown_default="all roles"
+        None,
+        "write only the keys that this role needs; needs --cluster-key-file",
+        one_of(*PARTIES),
+        "network and keys",
+        shown_default="all roles",
     )
     cluster_key_file: str | None = option(
-        None, "file with all roles' keys, from which --role takes its part", TEXT, "network and keys"
+        None, "key file of the whole cluster, from which --role takes the keys", TEXT, "network and keys"
     )
-    overwrite: bool = option(False, "replace a file that exists", SWITCH, "network and keys")
+    overwrite: bool = option(False, "replace the file if it exists", SWITCH, "network and keys")
 
     def __post_init__(self) -> None:
         if bool(self.role) != bool(self.cluster_key_file):

@@ -226,15 +226,15 @@ ORIGINS = OptionKind(
     "ORIGINS", "origins such as https://a.example,http://b.example:3000 (or a JSON list), or *", _parse_origins, "\n"
 )
 PAIRS = OptionKind(
-    "NAME=VALUE", "NAME=VALUE, several as several words (in a variable or file: lines)", _parse_pairs, "\n"
+    "NAME=VALUE", "NAME=VALUE, several separated by spaces (in a variable or file: by lines)", _parse_pairs, "\n"
 )
-SIZE = OptionKind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
+SIZE = OptionKind("SIZE", "a size greater than 0, in bytes or such as 4GiB or 512MB", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")
 DEADLINE = decimal(0.001, 1e6, "SECONDS")
-RATE = OptionKind("X", "a number more than 0, or inf", _parse_rate)
-FLAGS = OptionKind("FLAGS", "flags, as one word", _parse_text)
-RATES = OptionKind("X,X", "finite numbers of more than 0 with commas between, such as 0.5,1,2", _parse_rates)
-NUMBERS = OptionKind("X,X", "numbers from 0 up with commas between, such as 50,95,99", _parse_numbers)
+RATE = OptionKind("X", "a number greater than 0, or inf", _parse_rate)
+FLAGS = OptionKind("FLAGS", "flags in one word, such as '--max-num-seqs 8'", _parse_text)
+RATES = OptionKind("X,X", "finite numbers greater than 0, separated by commas, such as 0.5,1,2", _parse_rates)
+NUMBERS = OptionKind("X,X", "numbers of at least 0, separated by commas, such as 50,95,99", _parse_numbers)
 JSON_OBJECT = OptionKind("JSON", "a JSON object", _parse_object)
 SWITCH = OptionKind("", "true or false", _parse_switch)
 PORT = count(0, 65535)
@@ -270,7 +270,7 @@ class Option:
     def default_text(self) -> str:
         """The default as shown to users; for an automatic one, how it is chosen."""
         if self.positional:
-            return self.shown_default or "the built-in one"
+            return self.shown_default or "the built-in model"
         return self.shown_default if self.shown_default is not None else show(self.default)
 
     def parse(self, text: str, origin: str) -> Any:
@@ -391,7 +391,10 @@ def _dashes(word: str) -> str:
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     """Add the flags of a configuration to ``parser``; flags that are not given stay out of the namespace."""
     parser.add_argument(
-        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these options"
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file with any of these options; flags and environment variables override it",
     )
     groups: dict[str, Any] = {}
     last = not any(item.positional for item in options(config))  # words after a flag can only be its values
@@ -401,7 +404,7 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         if item.positional:
             group.add_argument(item.name, nargs="?", metavar=item.flag, default=argparse.SUPPRESS, help=text)
             continue
-        text += f" ({item.default_text})".replace("%", "%%")
+        text += f" (default: {item.default_text})".replace("%", "%%")
         flags = [item.flag, *item.aliases]
         if item.kind is SWITCH:
             action = argparse.BooleanOptionalAction
@@ -463,7 +466,7 @@ def _find(
     if (value := file.get(item.name)) is not None:
         if isinstance(value, list):
             if item.kind.between is None:
-                raise StartError(f"{path}: {item.name} is no single value", "it takes one", "correct the file")
+                raise StartError(f"{path}: {item.name} is not a single value", "it takes one", "correct the file")
             value = item.kind.between.join(map(str, value))
         text = str(value).lower() if isinstance(value, bool) else str(value)
         return item.parse(text, f"{item.name} in {path}"), str(path)
@@ -501,12 +504,12 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise StartError(f"{path} is not YAML", _where(error), "correct the file") from None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # a value does not fit its tag
-        why = "a value is not what its tag or its form says, or too deep"
+        why = "a value does not fit its tag, or is nested too deeply"
         raise StartError(f"{path} is not YAML", why, "correct the file") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise StartError(f"{path} is no mapping", "it must hold lines such as `port: 8000`", "correct the file")
+        raise StartError(f"{path} is not a mapping", "it must have lines such as `port: 8000`", "correct the file")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     if any(everything.get(key) and value is not None for key, value in values.items()):
         secret_files.check(status, path)
@@ -516,7 +519,7 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
         if isinstance(value, dict) or (
             isinstance(value, list) and any(isinstance(each, dict | list) for each in value)
         ):
-            raise StartError(f"{path}: {key} is no single value", "each key takes one", "correct the file")
+            raise StartError(f"{path}: {key} is not a single value", "each key takes one", "correct the file")
     return values
 
 

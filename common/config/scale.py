@@ -15,5 +15,9 @@ from common.config.shared import ClientOptions
 class ScaleConfig(ClientOptions):
     """``tandem scale``: a client of a running ``tandem up``. None leaves a pool as it is."""
 
-    prefill: int | None = option(None, "prefill workers wanted", count(0, 4096), "pools", shown_default="as they are")
-    decode: int | None = option(None, "decode workers wanted", count(0, 4096), "pools", shown_default="as they are")
+    prefill: int | None = option(
+        None, "new number of prefill workers", count(0, 4096), "pools", shown_default="unchanged"
+    )
+    decode: int | None = option(
+        None, "new number of decode workers", count(0, 4096), "pools", shown_default="unchanged"
+    )

@@ -34,58 +34,90 @@ MetricsAccess = Literal["open", "key"]
 class ServingOptions:
     """Options of the HTTP API, its limits and keys, and of routing."""
 
-    host: str = option("127.0.0.1", "address that HTTP listens on", TEXT, "network and keys")
-    port: int = option(8000, "port that HTTP listens on (0: a free one)", PORT, "network and keys")
-    control_port: int = option(DEFAULT_CONTROL_PORT, "port that workers dial (0: a free one)", PORT, "network and keys")
-    chat_template: str | None = option(None, "Jinja file, or template text", TEXT, "model", shown_default="the model's")
+    host: str = option("127.0.0.1", "address on which HTTP listens", TEXT, "network and keys")
+    port: int = option(8000, "port on which HTTP listens; 0 picks a free one", PORT, "network and keys")
+    control_port: int = option(
+        DEFAULT_CONTROL_PORT, "port to which workers connect; 0 picks a free one", PORT, "network and keys"
+    )
+    chat_template: str | None = option(
+        None,
+        "chat template to use: a Jinja file, or the text of the template",
+        TEXT,
+        "model",
+        shown_default="the model's",
+    )
     local_prefill: LocalPrefill = option(
-        "auto", "prefill on the decode worker: by cost, never, always", one_of("auto", "never", "always"), "routing"
+        "auto",
+        "whether decode workers prefill prompts themselves: auto (if estimated to be faster), never, or always",
+        one_of("auto", "never", "always"),
+        "routing",
     )
     no_prefill_policy: NoPrefillPolicy = option(
         "local",
-        "when no prefill worker is ready: prefill on decode, wait, or answer 503",
+        "what happens while no prefill worker is ready: local (decode workers prefill), wait, or reject "
+        "(answer with HTTP 503)",
         one_of("local", "wait", "reject"),
         "routing",
     )
     failure_timeout: float = option(
         2.0,
-        "how long a worker may be silent, or make no progress, before its requests move; workers follow",
+        "seconds that a worker may be silent, or make no progress, before its requests move to others; "
+        "workers derive their own timeouts from it",
         decimal(0.5, 60, "SECONDS"),
         "routing",
     )
-    max_queued_requests: int = option(2048, "requests that may wait; more get 429", count(1), "queue")
-    max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait; more get 429", count(1), "queue")
-    request_timeout: float = option(600.0, "deadline of a request", DEADLINE, "queue")
-    client_timeout: float = option(
-        30.0, "how long a client may not read, or take to send its body, before it is cut", DEADLINE, "queue"
+    max_queued_requests: int = option(
+        2048, "maximum number of waiting requests; further ones get HTTP 429", count(1), "queue"
     )
-    max_body_bytes: int = option(8 << 20, "largest request body", SIZE, "queue", shown_default="8MiB")
-    api_key: str | None = option(None, "key that clients must send", KEY, "network and keys", secret=True)
+    max_queued_tokens: int = option(
+        4_000_000,
+        "maximum number of prompt tokens of all waiting requests; further requests get HTTP 429",
+        count(1),
+        "queue",
+    )
+    request_timeout: float = option(
+        600.0, "seconds from the arrival of a request to its deadline, at which it fails", DEADLINE, "queue"
+    )
+    client_timeout: float = option(
+        30.0,
+        "seconds that a client may take to send its request body, or may stop reading its response, "
+        "before it is disconnected",
+        DEADLINE,
+        "queue",
+    )
+    max_body_bytes: int = option(
+        8 << 20, "maximum size of a request body, in bytes or such as 8MiB", SIZE, "queue", shown_default="8MiB"
+    )
+    api_key: str | None = option(None, "API key that clients must send", KEY, "network and keys", secret=True)
     api_key_file: str | None = option(
-        None, "file with such keys, one per line, that no other user can read", TEXT, "network and keys"
+        None,
+        "file with API keys for clients, one per line; other users must not be able to read it",
+        TEXT,
+        "network and keys",
     )
     admin_api_key: str | None = option(
-        None, "key for /admin", KEY, "network and keys", secret=True, shown_default="a client's key"
+        None, "API key for the /admin routes", KEY, "network and keys", secret=True, shown_default="any client's key"
     )
     insecure_http: bool = option(
         False,
-        "listen on other addresses than loopback without a key, and serve pages of every web site",
+        "allow HTTP without an API key on addresses other than loopback, and requests without a key from "
+        "web pages of any site",
         SWITCH,
         "network and keys",
     )
     allowed_origins: tuple[str, ...] | None = option(
         None,
-        "origins whose web pages may call this server from a browser; * for all",
+        "origins whose web pages may call this server from a browser, separated by commas; * allows all",
         ORIGINS,
         "network and keys",
         shown_default="none",
     )
     metrics_access: MetricsAccess | None = option(
         None,
-        "whether /metrics needs a key",
+        "whether /metrics needs an API key",
         one_of("open", "key"),
         "network and keys",
-        shown_default="open on loopback; elsewhere key if clients need one",
+        shown_default="open on loopback; elsewhere key if clients need an API key",
     )
     keys_from_file: tuple[str, ...] = field(default=(), repr=False)
     """The keys in ``api_key_file``. The file is read only once, since it may be a pipe; child processes of ``tandem
@@ -111,7 +143,7 @@ class ServingOptions:
             raise StartError(
                 f"will not listen on {self.host} without a key",
                 "anybody who reaches that address could use the model",
-                "set --api-key or --api-key-file, or say --insecure-http",
+                "set --api-key or --api-key-file, or give --insecure-http",
             )
         if self.metrics_access == "key" and not (self.api_keys() or self.admin_api_key):
             raise StartError("--metrics-access key needs a key", "there is none", "set --api-key or --api-key-file")
@@ -123,7 +155,7 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     try:
         lines = read_secret(path, "--api-key-file").decode().splitlines()
     except UnicodeDecodeError:
-        raise StartError(f"cannot read {path}", "it is no UTF-8 text", "correct --api-key-file") from None
+        raise StartError(f"cannot read {path}", "it is not UTF-8 text", "correct --api-key-file") from None
     keys = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
@@ -131,7 +163,9 @@ def _keys_in(path: Path) -> tuple[str, ...]:
         try:
             keys.append(parse_key(line))
         except ValueError:
-            raise StartError(f"line {number} of {path} is no key", f"it takes {KEY.expects}", "correct it") from None
+            raise StartError(
+                f"line {number} of {path} is not a valid key", f"it takes {KEY.expects}", "correct it"
+            ) from None
     if not keys:
         raise StartError(f"{path} holds no key", "every line is empty or a comment", "add a key")
     return tuple(keys)

@@ -31,20 +31,22 @@ class ModelOptions:
     """The model and the name under which it is served. An empty ``model`` means the built-in one."""
 
     model: str = field(
-        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
-    revision: str | None = option(None, "branch, tag or commit of a hub model", TEXT, "model", shown_default="main")
+    revision: str | None = option(
+        None, "branch, tag or commit of a model from the hub", TEXT, "model", shown_default="main"
+    )
     served_model_name: str | None = option(
-        None, "name that clients use for the model", TEXT, "model", shown_default="MODEL as given"
+        None, "model name that clients use in requests", TEXT, "model", shown_default="MODEL as given"
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt plus output, in tokens",
+        "maximum length of prompt plus output, in tokens",
         count(1),
         "model",
-        shown_default="the model's, cut to what the KV pool holds",
+        shown_default="the model's, limited to what the KV pool holds",
     )
-    trust_remote_code: bool = option(False, "run Python code that comes with the model", SWITCH, "model")
+    trust_remote_code: bool = option(False, "allow and run Python code that comes with the model", SWITCH, "model")
 
     @property
     def served_name(self) -> str:
@@ -56,12 +58,16 @@ class ModelOptions:
 class ProcessOptions:
     """Options of every long-running process."""
 
-    drain_timeout: float = option(30.0, "how long running requests may take to finish at a stop", SECONDS, "queue")
-    log_level: LogLevel = option(
-        "info", "least severity that is logged", one_of("debug", "info", "warning", "error"), "logs"
+    drain_timeout: float = option(
+        30.0, "seconds that running requests get to finish when a process stops", SECONDS, "queue"
     )
-    log_format: LogFormat = option("text", "log lines for people or for programs", one_of("text", "json"), "logs")
-    debug: bool = option(False, "show tracebacks of failed starts", SWITCH, "logs")
+    log_level: LogLevel = option(
+        "info", "minimum severity of log messages", one_of("debug", "info", "warning", "error"), "logs"
+    )
+    log_format: LogFormat = option(
+        "text", "format of log lines: text for people, json for programs", one_of("text", "json"), "logs"
+    )
+    debug: bool = option(False, "print the traceback if a start fails", SWITCH, "logs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +75,16 @@ class ClusterOptions:
     """Options of processes that may communicate with other machines of a cluster."""
 
     cluster_key_file: str | None = option(
-        None, "file of tandem keygen: the parts know each other by its keys and encrypt", TEXT, "network and keys"
+        None,
+        "key file from tandem keygen, with which processes authenticate each other and encrypt; without it, "
+        "tandem up makes temporary keys",
+        TEXT,
+        "network and keys",
     )
     insecure_cluster: bool = option(
         False,
-        "let the parts talk in plain text over other addresses than loopback (tandem up: over NIXL on loopback)",
+        "allow connections without keys or encryption on addresses other than loopback (tandem up: "
+        "--kv-transport nixl on loopback)",
         SWITCH,
         "network and keys",
     )
@@ -88,8 +99,8 @@ class ClusterOptions:
 class ClientOptions:
     """Options of every client of a running server."""
 
-    url: str = option("http://127.0.0.1:8000", "the server", TEXT, "client", aliases=("--base-url",))
-    api_key: str | None = option(None, "key to send", KEY, "client", secret=True)
+    url: str = option("http://127.0.0.1:8000", "URL of the server", TEXT, "client", aliases=("--base-url",))
+    api_key: str | None = option(None, "API key to send", KEY, "client", secret=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +108,7 @@ class LabelOption:
     """The label of a measurement, since a client does not know how the server was started."""
 
     label: str | None = option(
-        None, "name of the run, or the server's command, saved with the figures", TEXT, "results"
+        None, "name of the run, or the server's command, to save with the results", TEXT, "results"
     )
 
 
@@ -106,6 +117,6 @@ def check_cluster(host: str, flag: str, allowed: bool) -> None:
     if not (is_loopback(host) or allowed):
         raise StartError(
             f"will not use {flag} {host} in plain text",
-            "the parts would talk over the network without encryption or keys",
-            "run tandem keygen and give each part --cluster-key-file, or trust the network with --insecure-cluster",
+            "processes would communicate over the network without encryption or authentication",
+            "run tandem keygen and give each process --cluster-key-file, or trust the network with --insecure-cluster",
         )

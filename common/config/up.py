@@ -32,20 +32,27 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
     """``tandem up``: a coordinator and its workers on this machine. :meth:`pools` says how many workers."""
 
     control_host: str = option(
-        "127.0.0.1", "address that workers dial, and that hand-offs to workers here arrive on", TEXT, "network and keys"
+        "127.0.0.1",
+        "address to which workers connect, and on which workers of this machine receive KV hand-offs",
+        TEXT,
+        "network and keys",
     )
-    prefill: int | None = option(None, "prefill workers", count(0, 4096), "pools", shown_default="1")
-    decode: int | None = option(None, "decode workers", count(0, 4096), "pools", shown_default="1")
+    prefill: int | None = option(
+        None, "number of prefill workers", count(0, 4096), "pools", shown_default="1, or none with colocated workers"
+    )
+    decode: int | None = option(
+        None, "number of decode workers", count(0, 4096), "pools", shown_default="1, or none with colocated workers"
+    )
     colocated: int | None = option(
         None,
-        "workers that do both, in place of the two pools",
+        "number of workers that do both prefill and decode, instead of the two pools",
         count(1, 4096),
         "pools",
-        shown_default="1 on one core, else none",
+        shown_default="1 on a single core, else none",
     )
-    chat: bool = option(False, "chat in this terminal once it serves", SWITCH, "pools")
+    chat: bool = option(False, "start a chat in this terminal once the server is ready", SWITCH, "pools")
     lend_cores: bool = option(
-        True, "a worker that rests lends its cores to those that compute many tokens", SWITCH, "cores"
+        True, "let idle workers lend their cores to workers that compute many tokens", SWITCH, "cores"
     )
 
     def __post_init__(self) -> None:
@@ -59,7 +66,7 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
             )
         if self.decode == 0 and self.colocated is None:
             raise StartError(
-                "--decode 0 serves nobody",
+                "--decode 0 cannot serve requests",
                 "tokens after the first come from a decode worker",
                 "give --decode 1 or more, or --colocated K",
             )
@@ -71,23 +78,24 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
         self._check_http()
         if self.kv_transport == "nixl" and not (self.insecure_cluster and is_loopback(self.control_host)):
             raise StartError(
-                "--kv-transport nixl lets strangers in",
-                "UCX listens without keys: every user of this machine could read and write the workers' memory",
+                "--kv-transport nixl is not protected by keys",
+                "UCX accepts connections without keys: every user of this machine could read and "
+                "write the workers' memory",
                 "give another --kv-transport, or, where all users are trusted, --insecure-cluster on loopback",
             )
         if is_loopback(self.control_host):
             return
         if not self.cluster_key_file:
             raise StartError(
-                f"--control-host {self.control_host} would let nobody in",
-                "workers of other machines join with the keys of a file, and there is none",
+                f"--control-host {self.control_host} needs --cluster-key-file",
+                "workers on other machines need a key file to join, and none is given",
                 "run tandem keygen, and give --cluster-key-file here and to those workers",
             )
         if is_unspecified(self.control_host):
             raise StartError(
-                f"--control-host {self.control_host} is no address that others can dial",
-                "decode workers of this machine take hand-offs at the same address, and say so to the others",
-                "give the address by which the other machines reach this one",
+                f"--control-host {self.control_host} is not an address to which other machines can connect",
+                "decode workers on this machine receive hand-offs at that address and announce it to other workers",
+                "give the address at which other machines reach this one",
             )
 
     def keys(self, *parties: Party) -> dict[Party, ClusterKeys]:

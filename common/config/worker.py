@@ -29,22 +29,32 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
 
     role: Role
     coordinator: str = option(
-        f"127.0.0.1:{DEFAULT_CONTROL_PORT}", "control address of the coordinator", ADDRESS, "network and keys"
+        f"127.0.0.1:{DEFAULT_CONTROL_PORT}", "address of the coordinator's control port", ADDRESS, "network and keys"
     )
     name: str | None = option(
-        None, "name of this worker", TEXT, "network and keys", shown_default="its role, host and process id"
+        None,
+        "name of this worker, unique in the cluster",
+        TEXT,
+        "network and keys",
+        shown_default="its role, host and process id",
     )
     host: str = option(
-        "127.0.0.1", "address that KV hand-offs arrive on, as other workers reach it", TEXT, "network and keys"
+        "127.0.0.1", "address at which other workers reach this one for KV hand-offs", TEXT, "network and keys"
     )
     kv_encryption: KvEncryption | None = option(
         None,
-        "how KV travels over the network; none only shows both ends that the coordinator knows them",
+        "encryption of KV that travels over the network: curve, or none, which only authenticates both "
+        "ends of each hand-off",
         one_of("curve", "none"),
         "transfer",
         shown_default="curve with --cluster-key-file, else none",
     )
-    workers_on_host: int = option(1, "workers that share this machine's memory and cores", count(1, 4096), "memory")
+    workers_on_host: int = option(
+        1,
+        "number of workers on this machine, among which the default memory and threads are divided",
+        count(1, 4096),
+        "memory",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,8 +72,8 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
         if self.kv_encryption == "curve" and keys is None:
             raise StartError(
                 "--kv-encryption curve needs keys",
-                "workers without keys cannot tell each other from strangers",
-                "make some with tandem keygen and give --cluster-key-file",
+                "workers cannot authenticate each other without keys",
+                "run tandem keygen and give --cluster-key-file",
             )
         accepted = self.insecure_cluster and is_loopback(self.host) and is_loopback(self._dialled)
         if self.kv_transport == "nixl" and self.encrypts_kv(keys) and not accepted:

@@ -74,7 +74,7 @@ class OutOfBlocks(TandemError):
     def __init__(self, holder: str, wanted: int, free: int, evictable: int, held: Mapping[str, int]) -> None:
         top = ", ".join(f"{name} {count}" for name, count in sorted(held.items(), key=lambda kv: -kv[1])[:4])
         super().__init__(
-            f"{holder} wants {wanted} blocks, {free} free, {evictable} evictable; held by: {top or 'nobody'}"
+            f"{holder} wants {wanted} blocks, {free} free, {evictable} evictable; held by: {top or 'no holder'}"
         )
         self.holder, self.wanted, self.free, self.evictable = holder, wanted, free, evictable
 

@@ -64,7 +64,7 @@ def pack_transfers(transfers: Iterable[TransferId]) -> bytes:
 def unpack_transfers(data: bytes) -> list[TransferId]:
     """Invert :func:`pack_transfers`; raises ValueError if ``data`` is not a whole number of ids."""
     if len(data) % _TRANSFER.size:
-        raise ValueError(f"{len(data)} bytes are not whole transfer ids")
+        raise ValueError(f"{len(data)} bytes are not a whole number of transfer ids")
     return [TransferId(RequestId(request), attempt) for request, attempt in _TRANSFER.iter_unpack(data)]
 
 

@@ -96,12 +96,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if not self.prompt or any(len(tokens) % 4 for tokens in (self.prompt, *self.emitted)):
-            raise ValueError("a prompt without tokens, or bytes that are not whole tokens")
+            raise ValueError("the prompt is empty, or token bytes are not a multiple of 4")
         if self.emitted and len(self.emitted) != self.n:
-            raise ValueError(f"output of {len(self.emitted)} choices, of {self.n}")
+            raise ValueError(f"output of {len(self.emitted)} choices in a request for {self.n}")
         ended = set(self.ended)
         if ended and not (self.emitted and ended < set(range(self.n))):
-            raise ValueError("choices have ended that are not there, that have no output, or that are all")
+            raise ValueError("ended choices must exist and have output, and must not be all choices")
 
     @property
     def prompt_length(self) -> int:

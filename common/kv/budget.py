@@ -65,5 +65,5 @@ def fit(
     size = human_bytes(blocks * layout.block_bytes)
     notes = [f"KV pool {size}: {room:,} tokens, {room // wanted} full-length requests"]
     if max_model_len is None and wanted < model_length:
-        notes.append(f"max-model-len {wanted:,}: the model's {model_length:,} cut to what the pool holds")
+        notes.append(f"max-model-len {wanted:,}: the model's {model_length:,} limited to what the pool holds")
     return Budget(blocks, wanted, tuple(notes))

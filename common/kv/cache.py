@@ -109,7 +109,7 @@ class KvCache:
         """Move a table to another holder, for example when a reservation becomes a sequence, or when the blocks of a
         finished sequence are kept for a transfer."""
         if holder in self.tables:
-            raise InvariantBroken(f"{holder} takes over a table but has one")
+            raise InvariantBroken(f"{holder} takes over a table but already has one")
         self.pool.share(table.blocks, holder)
         self.pool.drop(table.blocks, table.holder)
         del self.tables[table.holder]

@@ -46,7 +46,7 @@ class KvLayout:
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"KV dtype {self.dtype!r} is none of {', '.join(ELEMENT_BYTES)}")
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
         if self.block_size <= 0 or self.block_size % CHAIN_STEP:
             raise ValueError(f"block size {self.block_size} is not a positive multiple of {CHAIN_STEP}")
         if self.head_shards <= 0 or any(layer.kv_heads % self.head_shards for layer in self.layers):

@@ -100,7 +100,7 @@ class BlockPool:
         """Take ``count`` blocks with undefined contents, held only by ``holder``; raises OutOfBlocks and takes none if
         fewer are available."""
         if holder == CACHE:
-            raise InvariantBroken("the cache shares blocks that were computed, it never takes empty ones")
+            raise InvariantBroken("the cache shares computed blocks and never takes empty ones")
         if count > self.available:
             held = {str(name): n for name, n in self._held.items() if n and name != CACHE}
             raise OutOfBlocks(holder, count, len(self._free), len(self._evictable), held)
@@ -111,7 +111,7 @@ class BlockPool:
         for block in blocks:
             holders = self._holders[block]
             if not holders or holder in holders:
-                raise InvariantBroken(f"{holder} shares block {block} held by {sorted(holders) or 'nobody'}")
+                raise InvariantBroken(f"{holder} shares block {block} held by {sorted(holders) or 'no holder'}")
             self._evictable.pop(block, None)
             holders.add(holder)
             self._held[holder] += 1
@@ -122,7 +122,7 @@ class BlockPool:
         for block in blocks:
             holders = self._holders[block]
             if holder not in holders:
-                raise InvariantBroken(f"{holder} drops block {block} held by {sorted(holders) or 'nobody'}")
+                raise InvariantBroken(f"{holder} drops block {block} held by {sorted(holders) or 'no holder'}")
             holders.discard(holder)
             self._held[holder] -= 1
             if not self._held[holder]:

@@ -51,14 +51,14 @@ class HttpClient:
         except (ValueError, http.client.InvalidURL) as error:  # a port out of range, half a bracket, a space
             raise _no_address(url, str(error)) from error
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-            raise _no_address(url, "http://HOST:PORT is, and http://HOST:PORT/PATH")
+            raise _no_address(url, "it takes http://HOST:PORT or http://HOST:PORT/PATH")
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.url, self._host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}", host
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | dict(headers or {})
         for name, value in self._headers.items():
             if not (value.isascii() and value.isprintable()):  # http.client would show it
-                why = "its value has a character that no header can carry"
+                why = "its value has a character that is not allowed in a header"
                 raise StartError(f"the header {name} cannot be sent", why, "correct --header, or --api-key")
         self._timeout_s = timeout_s
 
@@ -106,7 +106,7 @@ class HttpClient:
             raise StartError(f"cannot reach {self.url}", why, "start it with `tandem up`, or give --url") from error
         if status != 200 or not isinstance(body, dict) or not body.get("data"):
             why, closed = _message(body) or f"HTTP status {status}", status in (401, 403)
-            what = f"{self.url} wants a key" if closed else f"{self.url} names no model"
+            what = f"{self.url} requires a key" if closed else f"{self.url} lists no models"
             raise StartError(what, why, "give --api-key or set TANDEM_API_KEY" if closed else "check --url")
         models: dict[str, dict[str, Any]] = {str(each["id"]): each for each in body["data"]}
         if name is not None and name not in models:
@@ -144,11 +144,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             return
         chunk = _parse(data)
         if not isinstance(chunk, dict):
-            raise HttpError("the server sent something that is no JSON object")
+            raise HttpError("the server sent something that is not a JSON object")
         if "error" in chunk:
-            raise HttpError(_message(chunk) or "the server gave up")
+            raise HttpError(_message(chunk) or "the server reported an error without a message")
         yield chunk
-    raise HttpError("the answer was cut: the server went away")
+    raise HttpError("the answer was cut off: the server closed the connection")
 
 
 def shown(url: str) -> str:
@@ -159,7 +159,9 @@ def shown(url: str) -> str:
 
 
 def _no_address(url: str, why: str) -> StartError:
-    return StartError(f"{shown(url)} is no address of a server", why, "correct --url: it takes http://HOST:PORT")
+    return StartError(
+        f"{shown(url)} is not the address of a server", why, "correct --url, for example http://HOST:PORT"
+    )
 
 
 def _parse(data: bytes) -> Any:

@@ -66,7 +66,9 @@ def narrow(source: Path, party: Party, path: Path, *, overwrite: bool = False) -
     public, secret = _read(source)
     if party not in secret:
         raise StartError(
-            f"{source} has no secret of {party}", "it was made for another role", "name the file with all roles' keys"
+            f"{source} has no secret of {party}",
+            "it was made for another role",
+            "give the file with the keys of all roles",
         )
     _write(path, public, {party: secret[party]}, overwrite)
 
@@ -81,11 +83,11 @@ def load(path: Path, party: Party) -> ClusterKeys:
         raise StartError(
             f"{path} cannot be used by a {party} process",
             f"it holds the secret key of {', '.join(secret)} only",
-            f"name the cluster's file, as tandem up needs it; for {party} alone: tandem keygen --role {party}"
-            " --cluster-key-file THE-CLUSTER'S-FILE",
+            f"give the cluster's key file, which tandem up needs; a file for {party} alone is made with tandem keygen "
+            f"--role {party} --cluster-key-file THE-CLUSTER'S-FILE",
         )
     if zmq.curve_public(secret[party].encode()) != public[party].encode():
-        raise _strange(path, f"the two keys of {party} do not belong together")
+        raise _strange(path, f"the public and the secret key of {party} do not match")
     return ClusterKeys(party, secret[party].encode(), {each: key.encode() for each, key in public.items()})
 
 
@@ -95,12 +97,12 @@ def _read(path: Path) -> tuple[dict[Party, str], dict[Party, str]]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _strange(path, "it is no JSON") from error
+        raise _strange(path, "it is not JSON") from error
     if not isinstance(content, dict) or content.get(_FORMAT) != _VERSION:
         raise _strange(path, f'"{_FORMAT}": {_VERSION} is missing')
     public, secret = _keys(path, content.get("public")), _keys(path, content.get("secret"))
     if set(public) != set(PARTIES) or len(set(public.values())) != len(PARTIES) or not secret:
-        raise _strange(path, "it must hold a public key of its own for every role, and a secret one")
+        raise _strange(path, "it must have a different public key for every role, and at least one secret key")
     return public, secret
 
 
@@ -115,12 +117,14 @@ def _keys(path: Path, found: Any) -> dict[Party, str]:
         except Exception:  # the decoder raises various errors for characters outside of Z85
             good = False
         if not good:
-            raise _strange(path, f"the key of {party} is none" if party in PARTIES else "a key is of no role")
+            raise _strange(
+                path, f"the key of {party} is not valid" if party in PARTIES else "a key has an unknown role"
+            )
     return found
 
 
 def _strange(path: Path, why: str) -> StartError:
-    return StartError(f"{path} is no file of cluster keys", why, "make one with: tandem keygen")
+    return StartError(f"{path} is not a file of cluster keys", why, "make one with: tandem keygen")
 
 
 def _write(path: Path, public: dict[Party, str], secret: dict[Party, str], overwrite: bool) -> None:
@@ -142,8 +146,8 @@ def _write(path: Path, public: dict[Party, str], secret: dict[Party, str], overw
     except FileExistsError as error:
         raise StartError(
             f"will not overwrite {path}",
-            "workers that use these keys could not talk to those with new ones",
-            "choose another --out, or say --overwrite",
+            "processes that use these keys could not connect to processes with new ones",
+            "choose another --out, or give --overwrite",
         ) from error
     except OSError as error:
         raise StartError(f"cannot write {path}", reason(error), "choose another --out") from error

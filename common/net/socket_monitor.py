@@ -17,10 +17,10 @@ _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _BROKEN_OFF = 3
 """Handshakes in a row that end without a reason before they count as a refusal. Fewer can be a coincidence, such as a
 peer that stops in the middle of a handshake."""
-_ASKS_FOR_ONE = "it asks for a key: give this worker the cluster's --cluster-key-file"
-_HAS_NONE = "it has no keys: start it with --cluster-key-file too"
+_ASKS_FOR_ONE = "it requires a key: give this worker the cluster's --cluster-key-file"
+_HAS_NONE = "it has no keys: start it with --cluster-key-file as well"
 _OTHERS = (
-    "it breaks every handshake off: most likely it has no keys, or those of another keygen; "
+    "it breaks off every handshake; most likely it has no keys, or keys of another tandem keygen: "
     "give both the same --cluster-key-file"
 )
 
@@ -69,9 +69,9 @@ class Handshakes:
         elif value == _MECHANISM_MISMATCH:
             self.refusal = _HAS_NONE if self._keyed else _ASKS_FOR_ONE
         elif self.final:
-            self.refusal = f"it does not speak as a coordinator does (error {value:#x}): is the address right?"
+            self.refusal = f"it does not behave like a coordinator (error {value:#x}): check the address"
         elif self._broken_off >= _BROKEN_OFF:  # on a mismatch one side may hang up before the other learns the reason
-            self.refusal = _OTHERS if self._keyed else f"it breaks every handshake off, most likely {_ASKS_FOR_ONE}"
+            self.refusal = _OTHERS if self._keyed else f"it breaks off every handshake; most likely {_ASKS_FOR_ONE}"
 
     def close(self) -> None:
         """Stop monitoring. Must be called before the dealer is closed."""

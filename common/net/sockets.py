@@ -186,9 +186,9 @@ def _bind(socket: zmq.Socket[Any], address: str) -> None:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close()
-        todo = "let this process listen there"
+        todo = "allow this process to listen there"
         if error.errno == zmq.EADDRINUSE:
-            todo = "stop what uses that port, or choose another with --control-port"
+            todo = "stop the process that uses that port, or choose another with --control-port"
         elif error.errno in (EADDRNOTAVAIL, ENODEV):
             todo = NOT_OURS
         raise StartError(f"cannot listen on {address}", zmq.strerror(error.errno or 0), todo) from error
@@ -209,7 +209,7 @@ def connect_dealer(
     try:
         socket: BoundedSocket = context.socket(zmq.DEALER, socket_class=BoundedSocket)
     except zmq.ZMQError as error:
-        raise WireError(f"no socket for {address!r}: {error}") from error
+        raise WireError(f"cannot create a socket for {address!r}: {error}") from error
     socket.most_parts = MESSAGE_PARTS
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.IDENTITY, name)
@@ -244,7 +244,7 @@ def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
     if not parts:
         return None
     if len(parts) != MESSAGE_PARTS:
-        raise WireError("a control message of more than one part")
+        raise WireError("a control message has more than one part")
     return decode(parts[0], kind)
 
 

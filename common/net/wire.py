@@ -57,7 +57,7 @@ def decode(data: bytes | memoryview, kind: Any, max_bytes: int = MAX_MESSAGE_BYT
     checksum, WireError if it is anything else or larger than ``max_bytes``."""
     packed = unseal(data)  # before the size check: damage, which is not the sender's fault, can change the size too
     if len(data) > max_bytes:
-        raise WireError(f"a message of {len(data)} bytes, {max_bytes} allowed")
+        raise WireError(f"a message has {len(data)} bytes, {max_bytes} are allowed")
     try:
         return _decoder(kind).decode(packed)
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:

@@ -318,7 +318,7 @@ def test_a_partition_of_five_seconds_costs_no_answer(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("whose", "words"), [("nobody's", "it asks for a key"), ("another cluster's", "those of another keygen")]
+    ("whose", "words"), [("nobody's", "it requires a key"), ("another cluster's", "keys of another tandem keygen")]
 )
 def test_strangers_are_turned_away_in_words(cluster: Cluster, tmp_path: Path, whose: str, words: str) -> None:
     other = leaked_keys.keygen(tmp_path / "other.key")

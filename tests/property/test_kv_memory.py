@@ -219,7 +219,7 @@ def test_what_is_not_there_is_not_taken() -> None:
             receiver.take(table, tokens, both, sender, table[:1])
         with pytest.raises(IndexError, match="layers 1 to 3 of 2"):
             receiver.take(table, tokens, range(1, 3), sender, table)
-        with pytest.raises(ValueError, match="somebody else's"):
+        with pytest.raises(ValueError, match="belongs to another process"):
             reader.take(table, tokens, both, sender, table)
         assert (receiver.raw == 0xEE).all()
     finally:

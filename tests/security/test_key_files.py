@@ -159,7 +159,7 @@ def test_a_line_that_can_be_no_key_is_named_and_not_shown(tmp_path: Path, line: 
     path.write_text(f"{new_key()}\n{line.replace('KEY', key)}\n")
     path.chmod(0o600)
     done = _start("coordinator", "--api-key-file", path)
-    assert done.returncode == 1 and f"line 2 of {path} is no key" in done.stderr and key not in done.stderr
+    assert done.returncode == 1 and f"line 2 of {path} is not a valid key" in done.stderr and key not in done.stderr
 
 
 def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "free early": (
         Mutation(
             "a reservation's blocks are freed while its hand-off goes on",
-            DecodeWorker, "abort", _aborts_below_the_receiver, ("held by nobody", "landed without"),
+            DecodeWorker, "abort", _aborts_below_the_receiver, ("held by no holder", "landed without"),
         ),
     ),
     "fail open": (

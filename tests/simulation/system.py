@@ -119,7 +119,7 @@ class SimulatedEngine(OracleEngine):
         size = self.layout.block_size
         for block in table[tokens.start // size : -(-tokens.stop // size)]:
             if self.pool is not None and len(holders := self.pool.holders(block)) != 1:
-                raise Broken(f"{self.process.name} writes into block {block}, held by {sorted(holders) or 'nobody'}")
+                raise Broken(f"{self.process.name} writes into block {block}, held by {sorted(holders) or 'no holder'}")
 
     def step(self, batch: Batch) -> StepResult:
         seconds = self.slowness * (STEP_S + TOKEN_S * batch.length) / len(LAYERS)

@@ -16,5 +16,5 @@ from common.config.shared import LabelOption
 class BenchBatchingConfig(TargetOptions, RequestOptions, PromptOptions, LabelOption):
     """``tandem bench batching``: compares static with continuous batching on one server."""
 
-    batch_size: int = option(8, "requests that a static batch has", count(1), "load")
-    runs: int = option(3, "rounds", count(1, 1000), "load")
+    batch_size: int = option(8, "number of requests in a static batch", count(1), "load")
+    runs: int = option(3, "number of rounds", count(1, 1000), "load")

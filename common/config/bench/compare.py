@@ -22,24 +22,28 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
     """``tandem bench compare``: runs the same load on several systems, one after the other, on the same cores."""
 
     model: str = field(
-        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
     systems: str | None = option(
         None,
-        "what is started in turn: 2p1d has 2 prefill and 1 decode worker, 2c 2 colocated",
+        "systems to start in turn, separated by commas: 2p1d has 2 prefill workers and 1 decode worker, 2c "
+        "has 2 colocated workers",
         TEXT,
         "systems",
-        shown_default="1p1d,1c,2c; on more than two cores 2p1d,1p2d,3c as well",
+        shown_default="1p1d,1c,2c; on more than two cores also 2p1d,1p2d,3c",
     )
-    up_flags: str | None = option(None, "flags for each tandem up, in one word", FLAGS, "systems")
-    runs: int = option(3, "rounds, each with all systems", count(1, 1000), "systems")
-    url: str | None = option(None, "a running server to compare with, too", TEXT, "systems")
-    api_key: str | None = option(None, "key to send it", KEY, "systems", secret=True)
+    up_flags: str | None = option(None, "flags for each tandem up, quoted as one word", FLAGS, "systems")
+    runs: int = option(3, "number of rounds; each measures every system once", count(1, 1000), "systems")
+    url: str | None = option(None, "URL of a running server to compare with as well", TEXT, "systems")
+    api_key: str | None = option(None, "API key of the server at --url", KEY, "systems", secret=True)
     served_model_name: str | None = option(
-        None, "which of its models is compared", TEXT, "systems", shown_default="the first"
+        None, "model of the server at --url", TEXT, "systems", shown_default="the server's first"
     )
     goodput: str = option(
-        DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", TEXT, "results"
+        DEFAULT_OBJECTIVES,
+        "latency objectives in ms, or as multiples of the unloaded median such as ttft:5x,tpot:3x",
+        TEXT,
+        "results",
     )
 
     def __post_init__(self) -> None:
@@ -47,7 +51,7 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
         try:
             holds_key = redaction.holds_key(self.up_flags or "")
         except ValueError as error:
-            raise StartError("--up-flags is no list of flags", str(error), "write it as for a shell") from None
+            raise StartError("--up-flags cannot be parsed", str(error), "quote it as in a shell") from None
         if holds_key:
-            why = "other users of this machine can read it in the list of processes"
-            raise StartError("--up-flags holds a key", why, "leave it out: they answer on this machine only")
+            why = "other users of this machine can read it in the process list"
+            raise StartError("--up-flags holds a key", why, "leave it out: these servers listen on this machine only")

@@ -12,7 +12,7 @@ from common.config.options import TEXT, option
 class BenchCrosscheckConfig(SaveOption):
     """``tandem bench crosscheck``: whether other load generators report what ``tandem bench serve`` reports."""
 
-    vllm: str | None = option(None, "program of an installed vLLM", TEXT, "systems", shown_default="not checked")
+    vllm: str | None = option(None, "path of an installed vllm program", TEXT, "systems", shown_default="not checked")
     guidellm: str | None = option(
-        None, "program of an installed GuideLLM", TEXT, "systems", shown_default="not checked"
+        None, "path of an installed guidellm program", TEXT, "systems", shown_default="not checked"
     )

@@ -13,17 +13,23 @@ class BenchGoalsConfig:
 
     model: str = field(
         metadata=positional(
-            "checkpoint folder; without it, an 82 M-parameter Llama that is made once", "model", "an 82 M-parameter one"
+            "checkpoint directory; without it, a generated Llama with 82 million parameters",
+            "model",
+            "a generated Llama with 82 million parameters",
         )
     )
-    only: str | None = option(None, "goals to measure, such as C1,C4", TEXT, "load", shown_default="all")
-    quick: bool = option(False, "tiny loads, to check that everything runs: the figures mean nothing", SWITCH, "load")
+    only: str | None = option(
+        None, "goals to measure, separated by commas, such as C1,C4", TEXT, "load", shown_default="all"
+    )
+    quick: bool = option(
+        False, "use tiny loads to check that everything runs; the results mean nothing", SWITCH, "load"
+    )
     peers: str | None = option(
-        None, "environment folder of tandem bench install-peers; vLLM is measured as well", TEXT, "systems"
+        None, "directory made by tandem bench install-peers; measures vLLM as well", TEXT, "systems"
     )
     save: str | None = option(
         None,
-        "JSON file to save the figures in; the table and the pictures go beside it",
+        "JSON file to save the results in; the table and the plots are saved beside it",
         TEXT,
         "results",
         shown_default="bench/results/local/goals.json if all goals are measured",

@@ -13,9 +13,9 @@ class BenchHandoffCostConfig(SaveOption):
     """``tandem bench handoff-cost``: CPU time that fault detection and verification add to a request."""
 
     model: str = field(
-        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
-    num_prompts: int = option(24, "requests of a run", count(1), "load")
-    max_concurrency: int = option(4, "requests in flight", count(1), "load")
-    random_input_len: int = option(512, "prompt tokens", count(1, LONGEST_TOKENS), "workload")
-    random_output_len: int = option(64, "tokens of an answer", count(1, LONGEST_TOKENS), "workload")
+    num_prompts: int = option(24, "number of requests per run", count(1), "load")
+    max_concurrency: int = option(4, "maximum number of requests in flight", count(1), "load")
+    random_input_len: int = option(512, "length of prompts, in tokens", count(1, LONGEST_TOKENS), "workload")
+    random_output_len: int = option(64, "length of answers, in tokens", count(1, LONGEST_TOKENS), "workload")

@@ -11,4 +11,6 @@ from common.config.options import positional
 class BenchInstallPeersConfig:
     """``tandem bench install-peers FOLDER``: vLLM, to measure beside Tandem."""
 
-    folder: str = field(metadata=positional("environment to make; takes about 3 minutes and 4 GB", "systems", "none"))
+    folder: str = field(
+        metadata=positional("directory of the environment to create; takes about 3 minutes and 4 GB", "systems", "none")
+    )

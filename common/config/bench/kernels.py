@@ -19,16 +19,14 @@ class BenchKernelsConfig(LimitOptions):
 
     dtype: Dtype = option(
         "auto",
-        "element type (auto: bfloat16; float32 on CPUs without bf16 instructions)",
+        "element type; auto is bfloat16, or float32 on CPUs without bf16 instructions",
         one_of("auto", "float32", "bfloat16", "float16"),
         "model",
     )
-    heads: str = option(
-        "12/4/64", "query heads, key-value heads and head size, of attention and its linear layers", TEXT, "model"
-    )
+    heads: str = option("12/4/64", "query heads, KV heads and head size, as Q/KV/SIZE", TEXT, "model")
     layers: str = option(
         "768/2048/12/8192",
-        "hidden and intermediate size, number of layers and of words in the vocabulary",
+        "hidden size, intermediate size, number of layers and vocabulary size, separated by slashes",
         TEXT,
         "model",
     )

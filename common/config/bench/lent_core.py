@@ -13,6 +13,6 @@ class BenchLentCoreConfig(SaveOption):
     """``tandem bench lent-core``: engine steps with and without a core lent by an idle worker."""
 
     model: str = field(
-        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
-    repeats: int = option(15, "steps of each kind; the median is shown", count(1), "load")
+    repeats: int = option(15, "number of measured steps of each kind; the median is shown", count(1), "load")

@@ -11,5 +11,7 @@ from common.config.options import TEXT, option
 class BenchPagesConfig:
     """``tandem bench pages``: the tables of the benchmark pages."""
 
-    results: str = option("bench/results", "folder with one folder of saved figures per machine", TEXT, "results")
-    docs: str = option("docs/benchmarks", "folder of the pages", TEXT, "results")
+    results: str = option(
+        "bench/results", "directory with one subdirectory of saved results per machine", TEXT, "results"
+    )
+    docs: str = option("docs/benchmarks", "directory of the benchmark pages", TEXT, "results")

@@ -13,9 +13,9 @@ class BenchQualityConfig(SaveOption):
     """``tandem bench quality``: perplexity and agreement of bfloat16 and int8 with float32."""
 
     model: str = field(
-        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
     golden: str | None = option(
-        None, "golden set to read, JSON lines with reference answers", TEXT, "evaluation",
+        None, "file of the golden set, JSON lines with reference answers", TEXT, "evaluation",
         shown_default="the built-in model's",
     )  # fmt: skip

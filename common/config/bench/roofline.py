@@ -15,5 +15,5 @@ class BenchRooflineConfig(LimitOptions):
     """``tandem bench roofline``: measures the limits of this machine."""
 
     model: str = field(
-        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )

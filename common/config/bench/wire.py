@@ -12,5 +12,5 @@ from common.config.options import count, option
 class BenchWireConfig(SaveOption):
     """``tandem bench wire``: KV transfer rate between two processes, by link."""
 
-    tokens: int = option(2048, "tokens of a transfer, 128 KiB each", count(1, 1 << 16), "load")
-    repeats: int = option(10, "measured transfers of each kind", count(1), "load")
+    tokens: int = option(2048, "tokens per transfer, 128 KiB each", count(1, 1 << 16), "load")
+    repeats: int = option(10, "number of measured transfers per link", count(1), "load")

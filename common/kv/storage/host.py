@@ -82,7 +82,7 @@ class BlockArray:
         ``tokens`` begin. Raises IndexError and writes nothing if a block or layer is out of range.
         """
         if not self.raw.flags.writeable:
-            raise ValueError("this pool is somebody else's")
+            raise ValueError("this pool belongs to another process and is read-only")
         starts, counts = _runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))
         before = tokens.start - tokens.start % source.layout.block_size
         sources = source._addresses(blocks, starts - before, layers)

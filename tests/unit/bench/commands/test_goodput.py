@@ -91,9 +91,9 @@ def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert drawn.read_text().startswith("<?xml")
     assert figures["interpolated_between"] == []
     assert cli.main(["bench", "goodput", "--rates", "0"]) == 1
-    assert "finite numbers of more than 0" in capsys.readouterr().err
+    assert "finite numbers greater than 0" in capsys.readouterr().err
     assert cli.main(["bench", "goodput", "--max-concurrency", "1"]) == 1
-    assert "no objective counts what waits in the client" in capsys.readouterr().err
+    assert "the objectives do not count the time that requests wait" in capsys.readouterr().err
 
 
 def test_a_burst_is_not_taken_for_a_rate(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,9 +224,9 @@ def test_a_trace_begins_with_what_is_asked_of_it() -> None:
     asks = [Ask([1], 1, 1, at=at) for at in (30.0, 30.5, 32.0)]
     options = BenchServeConfig(dataset_name="azure", dataset_path="trace.csv", time_scale=2.0)
     assert times(options, asks) == [0.0, 1.0, 4.0]
-    with pytest.raises(StartError, match="would change nothing"):
+    with pytest.raises(StartError, match="would have no effect"):
         replace(options, burstiness=2.0)
-    with pytest.raises(StartError, match="would change nothing"):
+    with pytest.raises(StartError, match="would have no effect"):
         replace(options, request_rate=1.0)
 
 

@@ -106,7 +106,10 @@ def test_unsupported_architectures_are_refused(kind: str, word: str, checkpoint:
     [
         ({"model_type": "made_up", "architectures": ["MadeUpForCausalLM"]}, "not a decoder-only"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a decoder-only"),
-        ({"model_type": "made_up", "architectures": ["Mine"], "auto_map": {"AutoModel": "x.Y"}}, "not trusted"),
+        (
+            {"model_type": "made_up", "architectures": ["Mine"], "auto_map": {"AutoModel": "x.Y"}},
+            "is not given",
+        ),
         ({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}, "recurrent state"),
         ({}, "not a decoder-only"),
     ],
@@ -135,7 +138,7 @@ def test_a_pool_is_sized_in_words() -> None:
     plenty = fit(LAYOUT, 4096, None, kv_bytes=LAYOUT.block_bytes * 1000)
     assert (plenty.blocks, plenty.max_model_len) == (1000, 4096)
     cut = fit(LAYOUT, 4096, None, kv_bytes=LAYOUT.block_bytes * 10)
-    assert cut.max_model_len == 160 and any("cut" in note for note in cut.notes)
+    assert cut.max_model_len == 160 and any("limited" in note for note in cut.notes)
     assert fit(LAYOUT, 4096, 100, kv_bytes=0, num_kv_blocks=7).max_model_len == 100
     with pytest.raises(StartError, match="too little memory") as caught:
         fit(LAYOUT, 4096, 4096, kv_bytes=LAYOUT.block_bytes * 255)

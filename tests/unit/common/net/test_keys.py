@@ -89,10 +89,10 @@ def test_a_spoilt_file_is_refused_in_words(cluster_key: Path, tmp_path: Path, sp
     path = tmp_path / "spoilt.key"
     path.write_text(json.dumps(content))
     path.chmod(0o600)
-    with pytest.raises(StartError, match="no file of cluster keys"):
+    with pytest.raises(StartError, match="not a file of cluster keys"):
         keys.load(path, "decode")
     path.write_bytes(b"\xff\x00")
-    with pytest.raises(StartError, match="no JSON"):
+    with pytest.raises(StartError, match="not JSON"):
         keys.load(path, "decode")
     with pytest.raises(StartError, match="cannot read"):
         keys.load(tmp_path / "nowhere", "decode")
@@ -106,7 +106,7 @@ def test_a_key_in_place_of_a_role_is_not_shown(cluster_key: Path, tmp_path: Path
     path = tmp_path / "swapped.key"
     path.touch(0o600)
     path.write_text(json.dumps(content))
-    with pytest.raises(StartError, match="a key is of no role") as refused:
+    with pytest.raises(StartError, match="a key has an unknown role") as refused:
         keys.load(path, "decode")
     assert key not in "".join(traceback.format_exception(refused.value))
 

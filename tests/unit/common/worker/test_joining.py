@@ -48,9 +48,9 @@ class Member:
 @pytest.mark.parametrize(
     ("mine", "theirs", "party", "words"),
     [
-        ("", "cluster", "decode", "it asks for a key: give this worker the cluster's --cluster-key-file"),
+        ("", "cluster", "decode", "it requires a key: give this worker the cluster's --cluster-key-file"),
         ("cluster", "", "decode", "it has no keys"),
-        ("other", "cluster", "decode", "those of another keygen"),
+        ("other", "cluster", "decode", "keys of another tandem keygen"),
         ("cluster", "cluster", "coordinator", "does not admit this worker's key"),
     ],
 )

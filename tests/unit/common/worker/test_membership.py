@@ -152,7 +152,7 @@ def test_a_worker_that_is_turned_away_says_so_at_once_and_then_now_and_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After each new connection the refusal is unknown for a moment."""
-    worker, why = bench.add("decode", OracleEngine(64)), "it asks for a key"
+    worker, why = bench.add("decode", OracleEngine(64)), "it requires a key"
     now = worker.clock()
     for tick in range(1, 100):  # tenths of a second
         refusal = why if tick % 20 else ""

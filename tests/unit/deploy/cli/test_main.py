@@ -212,13 +212,13 @@ def test_a_chat_without_a_server() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("ftp://x", "no address"),
-        ("http://localhost:99999", "99999 is no address"),
-        ("localhost:eight", "no address"),
-        ("http://[::1", "no address"),
-        ("http://", "no address"),
-        ("http://localhost/v1?key=1", "no address"),
-        ("http://a b", "no address"),
+        ("ftp://x", "not the address"),
+        ("http://localhost:99999", "99999 is not the address"),
+        ("localhost:eight", "not the address"),
+        ("http://[::1", "not the address"),
+        ("http://", "not the address"),
+        ("http://localhost/v1?key=1", "not the address"),
+        ("http://a b", "not the address"),
         (f"http://{'a' * 64}.example", "cannot reach"),
     ],
 )
