@@ -266,7 +266,8 @@ def one_spawner() -> Iterator[Spawner]:
 @pytest.fixture
 def mock_url() -> Iterator[str]:
     """The URL of a server that answers on a scripted clock, in a process of its own."""
-    process = subprocess.Popen([sys.executable, "-m", "bench.load.mock_server"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "deploy.cli", "bench", "mock-server", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()

@@ -1,4 +1,4 @@
-"""``python -m bench.load.mock_server``: a server that answers on a scripted schedule, to check load generators with.
+"""``tandem bench mock-server``: a server that answers on a scripted schedule, to check load generators with.
 
 It serves OpenAI's completions and chat endpoints, streaming only, without a model: request i receives its chunks, one
 word each, at the times of script i. ``GET /truth`` returns the times at which chunks were actually written, which a
@@ -8,7 +8,6 @@ one byte of text.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -18,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from common.config.bench.mock_server import BenchMockServerConfig
 
 MODEL = "scripted"
 MODEL_LEN = 1 << 20
@@ -154,12 +155,10 @@ def _text(text: str, finish: str | None = None) -> dict[str, Any]:
     return {"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.load.mock_server", description=__doc__)
-    parser.add_argument("--port", type=int, default=0, help="0: any free port; the address is printed")
-    parser.add_argument("--role-first", action="store_true", help="begin a chat with a chunk that has only a role")
-    options = parser.parse_args()
-    asyncio.run(serve(MockServer(role_first=options.role_first), options.port))
+def run(config: BenchMockServerConfig) -> int:
+    """Serve on loopback until interrupted, and print the URL."""
+    asyncio.run(serve(MockServer(role_first=config.role_first), config.port))
+    return 0
 
 
 async def serve(server: MockServer, port: int) -> None:
@@ -172,7 +171,3 @@ async def serve(server: MockServer, port: int) -> None:
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
-
-
-if __name__ == "__main__":
-    main()

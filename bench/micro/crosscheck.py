@@ -141,7 +141,8 @@ def check(tool: Tool, load: Load) -> dict[str, Any]:
 @contextlib.contextmanager
 def mock(load: Load) -> Iterator[str]:
     """Run a server with a scripted clock in a process of its own; yields its URL."""
-    words = [sys.executable, "-m", "bench.load.mock_server", *(["--role-first"] if load.role_first else [])]
+    words = [sys.executable, "-m", "deploy.cli", "bench", "mock-server", "--port", "0"]
+    words += ["--role-first"] if load.role_first else []
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -38,7 +38,7 @@ LENT_TOKENS, MANY_TOKENS = 16, 128
 common/kernels/cpu/borrow.h); the overhead of sharing is small only from ``MANY_TOKENS`` tokens."""
 HELP_WITH_FEW, HELP_WITH_MANY = 0.6, 0.9
 """Fraction of a worker's speed that an idle worker adds to a shared step, from measured speed-ups of two workers: 1.5
-to 1.7 with 16 to 64 streams, 1.9 with a prompt of 512 tokens (``python -m bench.micro.lent_core``, one machine and
+to 1.7 with 16 to 64 streams, 1.9 with a prompt of 512 tokens (``tandem bench lent-core``, one machine and
 model). A plan assumes these for every machine and model."""
 
 

@@ -20,6 +20,7 @@ from common.config.bench.handoff_cost import BenchHandoffCostConfig
 from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.config.bench.kernels import BenchKernelsConfig
 from common.config.bench.lent_core import BenchLentCoreConfig
+from common.config.bench.mock_server import BenchMockServerConfig
 from common.config.bench.pages import BenchPagesConfig
 from common.config.bench.plan import BenchPlanConfig
 from common.config.bench.quality import BenchQualityConfig
@@ -136,6 +137,10 @@ COMMANDS = {
         Command(
             "bench crosscheck", "compare bench serve with other load generators", BenchCrosscheckConfig,
             "bench.micro.crosscheck:run", measures=True,
+        ),
+        Command(
+            "bench mock-server", "run a server that answers on a scripted schedule, to check load generators with",
+            BenchMockServerConfig, "bench.load.mock_server:run",
         ),
         Command(
             "bench quality", "measure perplexity and agreement of bfloat16 and int8 with float32", BenchQualityConfig,
