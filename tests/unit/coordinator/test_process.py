@@ -102,7 +102,7 @@ def test_an_ipv6_host_makes_an_url_that_works(model: Path) -> None:
 def test_a_second_signal_does_not_wait_for_what_runs(
     model: Path, ctrl_c: signal.Handlers, request: pytest.FixtureRequest
 ) -> None:
-    """This also holds where SIGINT is ignored, as a shell arranges for background jobs, and without a launcher."""
+    """Also where SIGINT is ignored, as in background jobs of a shell, and without a launcher."""
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, ctrl_c)))
     with coordinator(model, drain_timeout=60) as (process, url, address):
         worker = FakeWorker("colocated", address, fingerprint(model), delay_s=60).start()

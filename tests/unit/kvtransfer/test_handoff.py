@@ -208,8 +208,7 @@ def compute_without_blocks_at_decode(bench: Bench, request: Request) -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench: Bench, caching: bool) -> None:
-    """Otherwise the pools of prefill and decode could each hold blocks that the other's prompts wait for: a
-    deadlock."""
+    """Otherwise the pools of prefill and decode could each hold the blocks that the other's prompts wait for."""
     prefill = bench.add("prefill", OracleEngine(14, 16), prefix_caching=caching)
     bench.add("decode", OracleEngine(64, 16), prefix_caching=caching)
     early, urgent = make_request(150, 9, n=2), make_request(150, 5, priority=5)

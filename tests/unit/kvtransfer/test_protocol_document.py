@@ -1,7 +1,7 @@
 """PROTOCOL.md has the state machines and the header size of the code, and the failure model has the rows of the chaos
 matrix.
 
-``python -m tests.unit.kvtransfer.test_protocol_document`` writes the tables of states anew.
+``python -m tests.unit.kvtransfer.test_protocol_document`` rewrites the state tables.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 
 def test_each_machine_has_its_own_way_to_accepted() -> None:
-    """A sender accepted without a commit, and a receiver that commits, are broken."""
+    """A sender passes COMMITTING on its way to ACCEPTED; a receiver goes there directly."""
     layout, limits = KvLayout((LayerLayout(1, 4, 4),), "float32", 16), TransferLimits()
     sender = SenderSession(TRANSFER, layout, 16, 0.0, limits)
     receiver = ReceiverSession(TRANSFER, layout, 16, 0, 0.0, limits)

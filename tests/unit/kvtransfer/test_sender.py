@@ -104,8 +104,8 @@ class Meeting:
                 return identity
 
     def grant(self, transfer: TransferId) -> None:
-        """Read until the announcement of ``transfer`` and grant it; repeat if the announcement came over a closed
-        connection."""
+        """Read until the announcement of ``transfer`` and grant it; repeat if the announcement's connection has
+        ended."""
         grant = encode(Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant")))
         give_up = time.monotonic() + scaled(20.0)
         while True:

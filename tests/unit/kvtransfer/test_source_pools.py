@@ -220,8 +220,7 @@ def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_nothing_is_taken_at_a_door_of_another_user() -> None:
-    """Once a pool's owner has died, another user can take its address while frames of the owner are still on their
-    way."""
+    """Once a pool's owner has died, another user can take its address while the owner's frames are still in flight."""
     address = f"tandem-kv-{new_incarnation()}"
     program = (
         "import os, socket, sys\n"

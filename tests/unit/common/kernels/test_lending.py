@@ -48,7 +48,7 @@ def of(cores: CoreLease, *own: int) -> CoreLease:
     return CoreLease(os.dup(cores.descriptor), own)
 
 
-# -- who may have which ------------------------------------------------------------------------------------------------
+# -- which worker may use which core -----------------------------------------------------------------------------------
 
 
 def test_a_worker_that_rests_lends_its_cores_and_takes_them_back(lent: CoreLease) -> None:
@@ -137,7 +137,7 @@ def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: Cor
     engine.memory.close()
 
 
-# -- what is computed there --------------------------------------------------------------------------------------------
+# -- results with and without help -------------------------------------------------------------------------------------
 
 
 needs_kernels = pytest.mark.skipif(library is None, reason="no kernels in C")

@@ -35,7 +35,7 @@ def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role
 
 
 def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) -> None:
-    """Neither another process with that name can take it, nor a socket with an identity that others can guess."""
+    """Neither another process of that name can take it, nor a socket with the part of its identity that others know."""
     hello = hello_of("decode")
     worker = door.dial("decode", identity(hello.name, hello.incarnation, "its own"))
     send(worker, hello)

@@ -263,7 +263,7 @@ def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
 
 
 def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
-    """But a worker whose first heartbeat does not come within a lease is given up."""
+    """A worker may send messages before its first heartbeat, but is given up if none comes within a lease."""
     registry = Registry("f")
     worker, gone_at = join(registry), 0.0
     for step in range(1, 100):

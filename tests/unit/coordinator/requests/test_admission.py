@@ -71,7 +71,7 @@ def test_the_first_answers_of_a_start_refuse_nobody() -> None:
     admission.enter(1, 100, 0.0, within_s=0.5)
 
 
-# -- when places free -------------------------------------------------------------------------------------------------
+# -- forecast of free places -------------------------------------------------------------------------------------------
 
 
 def first(times: Iterator[float], count: int) -> list[float]:
@@ -116,7 +116,7 @@ def test_a_request_that_is_older_than_all_that_ended_runs_on_up_to_its_own_limit
     assert first(residence.forecast(aged(4.0, limit_s=3.0)), 1) == [3.0]
 
 
-# -- the refused ------------------------------------------------------------------------------------------------------
+# -- refused requests --------------------------------------------------------------------------------------------------
 
 
 def refusal(admission: Admission, now: float, key: int = 0, *, first_try: bool = False, priority: int = 0) -> float:
@@ -202,7 +202,7 @@ def test_prompts_that_do_not_fit_get_the_times_at_which_enough_others_were_place
     assert earliest == pytest.approx([8.0, 14.0, 16.0, 20.0]), "the third place (of 100 tokens each), 5th, 7th, 9th"
 
 
-# -- the whole: clients with two retries ------------------------------------------------------------------------------
+# -- simulation: clients with two retries ------------------------------------------------------------------------------
 
 
 @dataclass

@@ -482,7 +482,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
 
 
 async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
-    """The second worker answers, and is killed while the request waits for room there."""
+    """Both workers are killed. The second one had acknowledged a ping while the request waited for room there."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
     async with open_cluster(model) as cluster:
         workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(2)]

@@ -307,7 +307,7 @@ def test_a_tiny_prompt_does_not_stand_behind_a_long_one_when_decode_is_idle() ->
 
 
 LONG = Demand(OVERFLOW_STEPS * 512, 10, 1)
-"""A prompt as long as the queue that must stand before a prompt for a decode worker to compute it."""
+"""A request with as many tokens as must be queued before a prompt for a decode worker to compute it."""
 
 
 def roomy(decodes: int = 1, **options: Any) -> tuple[Router, list[WorkerHandle]]:

@@ -31,7 +31,7 @@ def chat(content: str, **fields: object) -> ChatBody:
     return parse_chat({"messages": [{"role": "user", "content": content}], **fields})
 
 
-# -- detokenisation ---------------------------------------------------------------------------------------------------
+# -- detokenization ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", ["hello", "héllo wörld 🙂 你好", "a\nb\t ", "👨‍👩‍👧", ""])
