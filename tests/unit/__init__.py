@@ -1,1 +1,1 @@
-"""One room at a time: parts of the system without the others, mostly without processes and without a model."""
+"""Unit tests: one package at a time without the others, mostly without processes and without a model."""
