@@ -48,7 +48,7 @@ READING_S = 0.002
 
 
 @dataclass(slots=True)
-class _Life:
+class _AttemptRecord:
     """Timestamps of one (request, attempt) in seconds, and which of its sequences still run. ``local``: whether its
     prompt is computed here. ``figures``: timings that prefill sent with its KV."""
 
@@ -64,7 +64,7 @@ class DecodeWorker(Worker):
     """Serves ``Reserve`` and ``Generate``; see the module's docstring."""
 
     def open_links(self) -> None:
-        self._lives: dict[TransferId, _Life] = {}
+        self._records: dict[TransferId, _AttemptRecord] = {}
         self._unstarted: set[TransferId] = set()
         """Transfers for which no step has computed anything here yet."""
         self._output_history = OutputHistory()
@@ -91,7 +91,7 @@ class DecodeWorker(Worker):
         self.receiver.limit(TransferLimits.told(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
-        return dict.fromkeys((*self._lives, *self._trials)).keys()
+        return dict.fromkeys((*self._records, *self._trials)).keys()
 
     def bad_transfer_messages(self) -> int:
         return self.receiver.bad_messages
@@ -126,7 +126,7 @@ class DecodeWorker(Worker):
         request = message.request
         if self.accept(request, message.attempt, now, self._most_tokens(request)):
             sequence = Sequence(request, message.attempt)
-            self._begin(sequence.id.transfer, _Life(now, local=False, running=set()))
+            self._begin(sequence.id.transfer, _AttemptRecord(now, local=False, running=set()))
             self.reservations.ask(Reservation(request, sequence, now, message.prefill))
 
     def _generate(self, message: Generate, now: float) -> None:
@@ -136,18 +136,18 @@ class DecodeWorker(Worker):
         choices = [choice for choice in range(request.n) if choice not in request.ended] if request.emitted else [0]
         sequences = [Sequence(request, message.attempt, choice) for choice in choices]
         running = {sequence.id for sequence in sequences}
-        self._begin(TransferId(request.id, message.attempt), _Life(now, local=True, running=running))
+        self._begin(TransferId(request.id, message.attempt), _AttemptRecord(now, local=True, running=running))
         for sequence in sequences:
             self.planner.add(sequence)
 
-    def _begin(self, transfer: TransferId, life: _Life) -> None:
-        self._lives[transfer] = life
+    def _begin(self, transfer: TransferId, record: _AttemptRecord) -> None:
+        self._records[transfer] = record
         self._unstarted.add(transfer)
 
     def _end(self, transfer: TransferId) -> bool:
         """Forget a transfer's state; False if it is unknown."""
         self._unstarted.discard(transfer)
-        return self._lives.pop(transfer, None) is not None
+        return self._records.pop(transfer, None) is not None
 
     def _most_tokens(self, request: Request) -> int:
         """Return the most tokens that one choice can come to hold: its prompt and its output."""
@@ -171,7 +171,7 @@ class DecodeWorker(Worker):
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
         writer = TokenSpanEncoder()
-        if not self._output_history.tell(sequence_id, start, writer):
+        if not self._output_history.replay(sequence_id, start, writer):
             for sequence in self.sequences(sequence_id.transfer):
                 if sequence.id == sequence_id and sequence.output_length > start:
                     writer.add(sequence, start)
@@ -240,7 +240,7 @@ class DecodeWorker(Worker):
         self.cache.publish(table, sequence.tokens, sequence.computed)
         self.cache.rename(table, sequence_holder(sequence.id))
         self.planner.adopt(sequence, table)
-        self._lives[transfer].landed_at, self._lives[transfer].figures = now, commit.figures
+        self._records[transfer].landed_at, self._records[transfer].figures = now, commit.figures
         writer = TokenSpanEncoder()
         self._start(sequence, tokens, logprobs, writer)
         self._send(writer)
@@ -262,11 +262,11 @@ class DecodeWorker(Worker):
     def plan(self) -> Batch | None:
         """Return the next step. Prompt tokens beside streams are limited by :class:`ChunkBudget`, unless the worker is
         colocated, or a stream that has begun waits for its recomputation."""
-        if self.role == "colocated" or self._somebody_has_begun():
+        if self.role == "colocated" or self._has_recomputed_stream():
             return self.planner.plan()
         return self.planner.plan(partial(self.chunks.most, more_come=bool(self.reservations)))
 
-    def _somebody_has_begun(self) -> bool:
+    def _has_recomputed_stream(self) -> bool:
         """Return whether a stream that has begun is being recomputed: it stands still until that is done."""
         return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
@@ -278,18 +278,18 @@ class DecodeWorker(Worker):
             transfer = segment.sequence.id.transfer
             if transfer in self._unstarted:
                 self._unstarted.remove(transfer)
-                life = self._lives[transfer]
-                life.started_at = now
-                if not life.local:
-                    waited_ms = (now - life.landed_at) * 1000
-                    self._time(segment.sequence, {**life.figures, "decode_wait_ms": waited_ms})
+                record = self._records[transfer]
+                record.started_at = now
+                if not record.local:
+                    waited_ms = (now - record.landed_at) * 1000
+                    self._time(segment.sequence, {**record.figures, "decode_wait_ms": waited_ms})
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
         self.chunks.took(self._batch, self.step_times.last)
         writer = TokenSpanEncoder()
         for sample in samples:
             sequence = sample.sequence
-            if sequence.computed == sequence.prompt_length and self._lives[sequence.id.transfer].local:
+            if sequence.computed == sequence.prompt_length and self._records[sequence.id.transfer].local:
                 self._time_prompt(sequence, now)
             if sequence.siblings:
                 self._start(sequence, sample.tokens, sample.logprobs, writer)
@@ -302,10 +302,10 @@ class DecodeWorker(Worker):
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: TokenSpanEncoder
     ) -> None:
         """Append the first tokens of all choices, each of which is a sequence of its own from here on."""
-        life = self._lives[sequence.id.transfer]
+        record = self._records[sequence.id.transfer]
         started = self.planner.start(sequence, tokens, logprobs)
         self.engine.copy_blocks(started.copies)
-        life.running = {each.id for each in started.sequences}
+        record.running = {each.id for each in started.sequences}
         for each in started.sequences:
             self._report(each, writer)
 
@@ -316,17 +316,17 @@ class DecodeWorker(Worker):
             return
         self.planner.finish(sequence)
         self._output_history.keep(sequence, self.clock())
-        life = self._lives[sequence.id.transfer]
-        life.running.discard(sequence.id)
-        if not life.running:
+        record = self._records[sequence.id.transfer]
+        record.running.discard(sequence.id)
+        if not record.running:
             self._end(sequence.id.transfer)
             self.over(sequence.id.transfer)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:
-        life = self._lives[sequence.id.transfer]
+        record = self._records[sequence.id.transfer]
         values = {
-            "queue_ms": (life.started_at - life.arrived_at) * 1000,
-            "prefill_ms": (now - life.started_at) * 1000,
+            "queue_ms": (record.started_at - record.arrived_at) * 1000,
+            "prefill_ms": (now - record.started_at) * 1000,
             "cached_tokens": float(self.planner.table(sequence).cached_tokens),
         }
         self._time(sequence, values)

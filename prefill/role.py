@@ -62,7 +62,7 @@ class PrefillWorker(Worker):
         self._prompts: dict[TransferId, _Prompt] = {}
         self._aside: set[TransferId] = set()
         """Prompts that were computed and have given their blocks back, until decode's grant comes."""
-        self._tried: dict[TransferId, Incarnation] = {}
+        self._last_pair: dict[TransferId, Incarnation] = {}
         """Link trials, and the decode worker to which each goes."""
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
@@ -124,7 +124,7 @@ class PrefillWorker(Worker):
         self._drop(transfer)
 
     def _drop(self, transfer: TransferId) -> None:
-        self._tried.pop(transfer, None)
+        self._last_pair.pop(transfer, None)
         self.close_trial(transfer)
         prompt = self._prompts.pop(transfer, None)
         if prompt is not None and prompt.table is not None:
@@ -140,7 +140,7 @@ class PrefillWorker(Worker):
         writer = TokenSpanEncoder()
         prompt = self._prompts.get(sequence_id.transfer)
         if prompt is None:
-            self._output_history.tell(sequence_id, start, writer)
+            self._output_history.replay(sequence_id, start, writer)
         elif prompt.sequence.id == sequence_id and prompt.sequence.output_length > start:
             writer.add(prompt.sequence, start)
         self._send(writer)
@@ -259,7 +259,7 @@ class PrefillWorker(Worker):
         self._pump(now, BUDGET_S)
         ended, self._ended = self._ended, []
         for end in ended:
-            if decode := self._tried.get(end.transfer):
+            if decode := self._last_pair.get(end.transfer):
                 self._drop(end.transfer)
                 if isinstance(end, Shipped):
                     self.membership.send(Measured(decode, end.link, end.bytes, end.seconds))
@@ -298,7 +298,7 @@ class PrefillWorker(Worker):
         transfer = TransferId(message.request, message.attempt)
         if (table := self.open_trial(transfer, message.tokens, now)) is None:
             return
-        self._tried[transfer] = message.peer.incarnation
+        self._last_pair[transfer] = message.peer.incarnation
         try:
             self.sender.open(transfer, message.peer, message.tokens, table.blocks, now)
         except WireError:

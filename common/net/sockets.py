@@ -264,7 +264,7 @@ class Channels:
         self.poller = zmq.Poller()
         self.keys = keys
         self._encrypt_kv = encrypt_kv
-        self._doors: dict[zmq.Context[Any], ThreadAuthenticator] = {}
+        self._authenticators: dict[zmq.Context[Any], ThreadAuthenticator] = {}
 
     @staticmethod
     def clock() -> float:
@@ -328,7 +328,9 @@ class Channels:
 
         return self.dealer(address, name, watch=watch), watched[0]
 
-    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> HeartbeatThread:
+    def heartbeat_thread(
+        self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]
+    ) -> HeartbeatThread:
         """Start a thread that sends ``beat(ping_number)`` to ``address`` every ``interval_s`` seconds until stopped."""
         return HeartbeatThread(lambda: self.watched_dealer(address, name), interval_s, beat)
 
@@ -353,8 +355,8 @@ class Channels:
     def _as_server(self, socket: zmq.Socket[Any]) -> None:
         if self.keys is None or (self.keys.party == "decode" and not self._encrypt_kv):
             return
-        if socket.context not in self._doors:
-            self._doors[socket.context] = _open_door(socket.context, self.keys)
+        if socket.context not in self._authenticators:
+            self._authenticators[socket.context] = _start_authenticator(socket.context, self.keys)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, self.keys.party)
@@ -406,8 +408,8 @@ class Channels:
 
     def close(self) -> None:
         """Close all sockets; unsent messages get at most half a second to leave."""
-        while self._doors:
-            self._doors.popitem()[1].stop()
+        while self._authenticators:
+            self._authenticators.popitem()[1].stop()
         if self._kv_context is not None:
             self._kv_context.destroy(linger=500)
         self.context.destroy(linger=500)
@@ -486,19 +488,19 @@ class _Allowed:
         return key in self._keys
 
 
-def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthenticator:
+def _start_authenticator(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthenticator:
     """Start the ZAP handler of ``context``, which admits or refuses peers by their keys. It runs in a thread of its
     own, since a worker's loop answers nothing during a step."""
     from zmq.auth.thread import ThreadAuthenticator  # here: it imports asyncio, so only processes with keys pay for it
 
-    door = ThreadAuthenticator(context)
-    door.start()
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
     try:
-        door.configure_curve_callback(keys.party, _Allowed(keys))
+        authenticator.configure_curve_callback(keys.party, _Allowed(keys))
     except BaseException:
-        door.stop()  # else closing the context would wait for the socket of its thread
+        authenticator.stop()  # else closing the context would wait for the socket of its thread
         raise
-    return door
+    return authenticator
 
 
 def _started(niceness: int = 0, *, at_once: bool = False) -> zmq.Context[Any]:

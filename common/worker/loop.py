@@ -140,8 +140,8 @@ class Worker(abc.ABC):
         self._deadlines: dict[TransferId, float] = {}
         self._swept_at = self._published_at = 0.0
         self._lonely_since = self.clock()
-        self._told_refusals: set[str] = set()
-        self._told_lost = False
+        self._logged_refusals: set[str] = set()
+        self._logged_lost = False
         self._lease_s = self._leased_until = math.inf
         self._unlisted: set[TransferId] = set()
         self._stopped = False
@@ -281,8 +281,8 @@ class Worker(abc.ABC):
                 self._lease_s = lease_ms / 1000
                 self._leased_until = now + self._lease_s
                 self.cache.prefix.announce_all()
-                self._told_refusals.clear()
-                self._tell("joined the coordinator at %s", self.settings.coordinator)
+                self._logged_refusals.clear()
+                self._log_unless_supervised("joined the coordinator at %s", self.settings.coordinator)
             case Rejected(reason=reason):
                 raise StartError(
                     "the coordinator refuses this worker", reason, "use the model and options of the other workers"
@@ -383,19 +383,21 @@ class Worker(abc.ABC):
         """Log why this worker is without a coordinator: at once for a new reason of refusal, and again every LONELY_S.
         One refused connection can show several reasons, since its two ends do not always see the same one first."""
         refusal = self.membership.refusal
-        told = not refusal or refusal in self._told_refusals
+        logged = not refusal or refusal in self._logged_refusals
         silent = now > self._leased_until
         lost = self.membership.joined and not self.membership.connected
-        if lost and not self._told_lost:
-            self._tell("the connection to the coordinator at %s is lost: dialling again", self.settings.coordinator)
-        self._told_lost = lost
+        if lost and not self._logged_lost:
+            self._log_unless_supervised(
+                "the connection to the coordinator at %s is lost: dialling again", self.settings.coordinator
+            )
+        self._logged_lost = lost
         if self.membership.joined and not (refusal or silent):
             return
-        if told and now - self._lonely_since <= LONELY_S:
+        if logged and now - self._lonely_since <= LONELY_S:
             return
         self._lonely_since = now
         if refusal:
-            self._told_refusals.add(refusal)
+            self._logged_refusals.add(refusal)
             log.warning(
                 "the coordinator at %s does not let this worker in: %s (trying again)",
                 self.settings.coordinator,
@@ -404,7 +406,7 @@ class Worker(abc.ABC):
         elif silent:
             words = "the coordinator at %s has been silent for %.1f s: waiting for it"
             log.warning(words, self.settings.coordinator, now - self._leased_until + self._lease_s)
-        elif self._told_refusals:
+        elif self._logged_refusals:
             log.warning(
                 "the coordinator at %s has not let this worker in so far: trying again", self.settings.coordinator
             )
@@ -578,8 +580,8 @@ class Worker(abc.ABC):
         self.close_links()
         self.channels.close()  # closes any socket that an exception left open, too
         if not crashed:
-            self._tell("%s: this worker has left", reason)
+            self._log_unless_supervised("%s: this worker has left", reason)
 
-    def _tell(self, text: str, *arguments: Any) -> None:
+    def _log_unless_supervised(self, text: str, *arguments: Any) -> None:
         """Log at INFO; under a launcher at DEBUG, since the coordinator's log beside this one reports the same."""
         log.log(logging.DEBUG if self.settings.supervised else logging.INFO, text, *arguments)

@@ -65,16 +65,16 @@ class Membership:
         """Control messages since Welcome whose effect is complete, as the coordinator counts them."""
         self.bad_messages = 0
         self._welcome: Welcome | None = None
-        self._heart: HeartbeatThread | None = None
+        self._heartbeat_thread: HeartbeatThread | None = None
         self._name_taken = ""
         """Why this worker has not been welcomed so far, if another worker has its name; else ""."""
-        self._said_hello_at = 0.0
+        self._hello_sent_at = 0.0
         self._unanswered_since: float | None = None
         """Since when a Hello has been unanswered, or, if later, since when its connection exists; None if answered."""
         self._heard_at = self._clock()
         """When the last message arrived, or when the connection was last down or made anew."""
         self._dial()
-        self._say_hello()
+        self._send_hello()
 
     @property
     def joined(self) -> bool:
@@ -93,14 +93,14 @@ class Membership:
 
     def stood_still_s(self) -> float:
         """Return for how many seconds, in all, not even heartbeats could be sent: the process was stopped."""
-        return self._heart.stood_still_s() if self._heart is not None else 0.0
+        return self._heartbeat_thread.stood_still_s() if self._heartbeat_thread is not None else 0.0
 
     def reconnect(self) -> None:
         """Dial again where libzmq does not: after a refusal, and when a connection carries nothing, that is, leaves a
         Hello unanswered or brings no message for the duration of a lease."""
         connected_anew, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
-            if now - self._said_hello_at > RECONNECT_S:
+            if now - self._hello_sent_at > RECONNECT_S:
                 self._dial_again()
         elif connected_anew or not self._handshakes.connected:
             self._heard_at = now
@@ -110,8 +110,8 @@ class Membership:
             if now - self._unanswered_since > RECONNECT_S:
                 self._dial_again()
         elif self._name_taken:
-            if now - self._said_hello_at > RETRY_S:
-                self._say_hello()
+            if now - self._hello_sent_at > RETRY_S:
+                self._send_hello()
         elif self._welcome is not None and now - self._heard_at > self._welcome.lease_ms / 1000:
             self._dial_again()
 
@@ -119,7 +119,7 @@ class Membership:
         self._hang_up()
         self._welcome = None  # the coordinator that sent it is gone, or has given us up
         self._dial()
-        self._say_hello()
+        self._send_hello()
 
     def _dial(self) -> None:
         name = identity(self.hello.name, self.hello.incarnation, self._secret)
@@ -127,18 +127,18 @@ class Membership:
         self._channels.register(self._socket)
 
     def _hang_up(self, goodbye: Message | None = None) -> None:
-        self._stop_heart()  # its socket is refused like this one
+        self._stop_heartbeats()  # its socket is refused like this one
         if goodbye is not None:
             send(self._socket, goodbye)
         self._channels.unregister(self._socket)
         self._handshakes.close()
         self._socket.close(linger=500)  # time for the Goodbye to leave
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         self.acted_on = 0
-        self._said_hello_at = self._clock()
+        self._hello_sent_at = self._clock()
         if self._unanswered_since is None:
-            self._unanswered_since = self._said_hello_at
+            self._unanswered_since = self._hello_sent_at
         send(self._socket, self.hello)
 
     def send(self, message: Message) -> None:
@@ -164,14 +164,14 @@ class Membership:
                 self.acted_on = message.sent
             elif isinstance(message, Welcome):
                 self._welcome, self._unanswered_since, self._name_taken = message, None, ""
-                self._start_heart(message.heartbeat_ms / 1000)
+                self._start_heartbeats(message.heartbeat_ms / 1000)
             elif isinstance(message, NameTaken):
                 self._welcome, self._unanswered_since, self._name_taken = None, None, message.reason
-                self._stop_heart()
+                self._stop_heartbeats()
             elif isinstance(message, Rejoin):
-                if self._unanswered_since is not None and self._clock() - self._said_hello_at < REJOIN_S:
+                if self._unanswered_since is not None and self._clock() - self._hello_sent_at < REJOIN_S:
                     continue  # answers a message that arrived there before our Hello
-                self._say_hello()
+                self._send_hello()
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:
@@ -179,18 +179,18 @@ class Membership:
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
 
-    def _start_heart(self, interval_s: float) -> None:
+    def _start_heartbeats(self, interval_s: float) -> None:
         """Start a new heartbeat thread at every Welcome: the coordinator may have given us up because the connection of
         the last one carries nothing, and another coordinator may use another interval."""
-        self._stop_heart()
+        self._stop_heartbeats()
         name = identity(self.hello.name, self.hello.incarnation, self._secret, beats=True)
-        self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
+        self._heartbeat_thread = self._channels.heartbeat_thread(self._address, name, interval_s, self._heartbeat)
 
-    def _stop_heart(self) -> None:
+    def _stop_heartbeats(self) -> None:
         """Stop the heartbeat thread and forget it, so that it is stopped once even if starting the next one fails."""
-        if self._heart is not None:
-            self._heart.stop()
-            self._heart = None
+        if self._heartbeat_thread is not None:
+            self._heartbeat_thread.stop()
+            self._heartbeat_thread = None
 
     def _heartbeat(self, asked: int) -> Heartbeat:
         now, since, shot = self._clock(), self.turning_since, self.snapshot

@@ -47,12 +47,12 @@ class OutputHistory:
         while self._outputs and now - next(iter(self._outputs.values())).at > KEPT_S:
             self._outputs.popitem(last=False)
 
-    def tell(self, sequence: SequenceId, start: int, writer: TokenSpanEncoder) -> bool:
+    def replay(self, sequence: SequenceId, start: int, writer: TokenSpanEncoder) -> bool:
         """Write the output of ``sequence`` from position ``start`` on to ``writer``; False if it is not kept."""
-        told = self._outputs.get(sequence)
-        if told is None:
+        kept = self._outputs.get(sequence)
+        if kept is None:
             return False
-        output = unpack_tokens(told.tokens)
+        output = unpack_tokens(kept.tokens)
         if len(output) > start:
-            writer.again(sequence, start, output, told.finish, told.stop_id, told.logprobs)
+            writer.again(sequence, start, output, kept.finish, kept.stop_id, kept.logprobs)
         return True

@@ -137,7 +137,7 @@ def _misses_full(self: Router) -> Any:
 
 
 def _keeps_its_heart(self: Membership, interval_s: float) -> None:
-    if self._heart is None:
+    if self._heartbeat_thread is None:
         _START_HEART(self, interval_s)
 
 
@@ -152,7 +152,7 @@ _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
 _OBJECTION = ReceiverSession.objection
 _ROOM, _DEMAND = router._room, RequestRecord.demand
 _MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
-_START_HEART, _RENEWED = Membership._start_heart, Registry.renewed
+_START_HEART, _RENEWED = Membership._start_heartbeats, Registry.renewed
 
 
 def _leaves(self: Worker, *, crashed: bool = False) -> None:
@@ -251,7 +251,9 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("who is cut off does not dial anew", Membership, "_dial_again", _nothing, ("is not registered",)),
     ),
     "one heart for ever": (
-        Mutation("who joins anew keeps its heart", Membership, "_start_heart", _keeps_its_heart, (CARRIES_NOTHING,)),
+        Mutation(
+            "who joins anew keeps its heart", Membership, "_start_heartbeats", _keeps_its_heart, (CARRIES_NOTHING,)
+        ),
     ),
     "a word is a heartbeat": (
         Mutation("who speaks is not silent", Registry, "renewed", _hears_a_word, (CARRIES_NOTHING,)),

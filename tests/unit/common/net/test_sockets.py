@@ -134,7 +134,7 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
 def test_a_heart_that_is_asked_beats_at_once() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")
-    heart = channels.heart(address, b"heart", 3600.0, Ping)
+    heartbeat_thread = channels.heartbeat_thread(address, b"heart", 3600.0, Ping)
     try:
         for number in (0, 5):
             assert router.poll(5000)
@@ -142,7 +142,7 @@ def test_a_heart_that_is_asked_beats_at_once() -> None:
             assert decode(beat, ToHeart) == Ping(number)
             assert send(router, Ping(5), peer)
     finally:
-        heart.stop()
+        heartbeat_thread.stop()
         channels.close()
 
 
@@ -150,7 +150,7 @@ _A_HEART = """
 import sys
 from common.net.sockets import Channels
 from common.net.messages import Ping
-heart = Channels().heart(sys.argv[1], b"heart", 0.05, Ping)
+heart = Channels().heartbeat_thread(sys.argv[1], b"heart", 0.05, Ping)
 for _ in sys.stdin:
     print(heart.stood_still_s(), flush=True)
 """
