@@ -57,6 +57,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
+        """The first class name in ``architectures``, "" if there is none."""
         return str((self.config.get("architectures") or [""])[0])
 
     @property

@@ -264,6 +264,7 @@ class Option:
 
     @property
     def env(self) -> str:
+        """The environment variable."""
         return ENV_PREFIX + self.name.upper()
 
     @property
@@ -274,6 +275,8 @@ class Option:
         return self.shown_default if self.shown_default is not None else show(self.default)
 
     def parse(self, text: str, origin: str) -> Any:
+        """Parse the value that ``origin`` (a flag, variable or key of a file) gives. Raises StartError if it is not
+        valid; the text of a secret value is not shown."""
         try:
             return self.kind.parse(text)
         except (ValueError, OverflowError):

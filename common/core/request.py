@@ -112,4 +112,5 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return unpack_tokens(self.prompt)
 
     def emitted_tokens(self, choice: int) -> list[int]:
+        """Return the output ids of ``choice`` that the client already has."""
         return unpack_tokens(self.emitted[choice]) if choice < len(self.emitted) else []

@@ -113,6 +113,7 @@ class Segment:
 
     @property
     def wants_token(self) -> bool:
+        """Whether the segment ends at the sequence's last token, so that the next one is sampled."""
         return self.end == len(self.sequence.tokens)
 
 

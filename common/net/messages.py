@@ -8,7 +8,7 @@ another version.
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, RequestFailed, Cached, Measured, LeaseAck, Goodbye
     coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
                              Measure, Drain
-    coordinator ──► heart    Ping
+    coordinator ──► heartbeat thread   Ping
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
 """

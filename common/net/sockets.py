@@ -85,6 +85,7 @@ _Secure = Callable[[zmq.Socket[Any]], None]
 
 
 def identity(name: WorkerName, incarnation: Incarnation, secret: str = "", *, beats: bool = False) -> bytes:
+    """Return the ZeroMQ identity of a worker's control socket, or with ``beats`` of its heartbeat socket."""
     return f"{name}|{incarnation}|{secret}{BEAT_SUFFIX if beats else ''}".encode()
 
 
@@ -472,6 +473,7 @@ class HeartbeatThread:
         return late_s + max(0.0, time.monotonic() - due)
 
     def stop(self) -> None:
+        """Stop the thread and wait until it has ended."""
         self._stop.set()
         os.eventfd_write(self._woken, 1)
         self._thread.join()
