@@ -29,6 +29,8 @@ from kvtransfer.plan import TARGET_BYTES, Outbox
 
 
 class TransferState(Enum):
+    """States of a hand-off; :data:`SENDER_MOVES` and :data:`RECEIVER_MOVES` list the moves between them."""
+
     RESERVED = "reserved"
     SENDING = "sending"
     COMMITTING = "committing"
@@ -99,12 +101,14 @@ class Session:
         self.why_ended = ""
 
     def move(self, to: TransferState, why: str = "") -> None:
+        """Change the state; raises InvariantBroken if ``moves`` does not allow it."""
         if to not in self.moves[self.state]:
             raise InvariantBroken(f"transfer {self.transfer}: {self.state.name} cannot become {to.name}")
         self.state, self.why_ended = to, why
 
     @property
     def over(self) -> bool:
+        """Whether the transfer has ended, in whatever way."""
         return self.state in ENDINGS or self.state is TransferState.RELEASED
 
     def end(self, to: TransferState, why: str) -> bool:
@@ -236,6 +240,7 @@ class SenderSession(Session):
         return self.state is TransferState.SENDING and self._outbox is not None and self._outbox.complete
 
     def committed(self, now: float) -> None:
+        """Record that Commit is sent; all checksums must be known by then."""
         if self.unsummed:
             raise InvariantBroken(f"transfer {self.transfer} is committed without the checksums of its frames")
         self.move(TransferState.COMMITTING)
@@ -360,6 +365,7 @@ class ReceiverSession(Session):
         self.progress_at = now
 
     def accept(self, now: float) -> None:
+        """Accept the transfer: everything has landed and matches its Commit."""
         if self.state is TransferState.RESERVED:  # impossible: the last token at least is always sent
             raise InvariantBroken(f"transfer {self.transfer} is accepted without a frame")
         self.move(TransferState.ACCEPTED)

@@ -16,6 +16,8 @@ NAME = "zmq"
 
 
 class ZmqSendLink:
+    """Sends the canonical bytes themselves, with their checksum."""
+
     name, grain = NAME, 1
 
     def __init__(self, memory: KvMemory) -> None:
