@@ -80,7 +80,7 @@ def run(config: BenchCompareConfig) -> int:
         print(line)
     words = verdict(rounds, terms.objectives)
     if config.runs == 1:
-        words.append("One round only: nothing tells how much of this is chance.")
+        words.append("One round only: how much of this is chance is unknown (--runs).")
     print("\n".join(words))
     if config.save:
         results.save(Path(config.save), _as_json(config, rounds, terms.objectives, words))

@@ -77,6 +77,20 @@ def goals(folder: Path) -> list[str]:
     return [line for line in figures.table(rows) if line.startswith("|")]
 
 
+def pauses(folder: Path) -> list[str]:
+    """Return what long prompts do to running streams (C8): medians over the rounds of each system."""
+    rows = [row for row in results.load(folder / "goals.json")["rows"] if row["goal"] == "C8"]
+    detail = rows[0]["detail"]
+    found = []
+    for system in detail["longest_s"]:
+        usual, disturbed, longest_s, first_s = (
+            statistics.median(detail[name][system]) for name in ("undisturbed_p99", "p99", "longest_s", "first_token_s")
+        )
+        found.append((system, f"{usual:.2f}", f"{disturbed:.2f}", f"{1000 * longest_s:,.0f}", f"{1000 * first_s:,.0f}"))
+    titles = ("system", "P99 gap, undisturbed", "P99 gap", "longest gap, ms", "TTFT of the long prompts, ms")
+    return markdown(titles, found)
+
+
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +254,19 @@ def crosscheck(folder: Path) -> list[str]:
 
 
 TABLES: dict[str, Table] = {
-    "runs": runs, "goals": goals, "compare": compare, "plan": plan, "batching": batching, "attention": attention,
-    "linear": linear, "roofline": roofline, "wire": wire, "lent-core": lent_core, "control-latency": control_latency,
-    "handoff-cost": handoff_cost, "quality": quality, "crosscheck": crosscheck,
-}  # fmt: skip
+    "runs": runs,
+    "goals": goals,
+    "pauses": pauses,
+    "compare": compare,
+    "plan": plan,
+    "batching": batching,
+    "attention": attention,
+    "linear": linear,
+    "roofline": roofline,
+    "wire": wire,
+    "lent-core": lent_core,
+    "control-latency": control_latency,
+    "handoff-cost": handoff_cost,
+    "quality": quality,
+    "crosscheck": crosscheck,
+}

@@ -127,7 +127,7 @@ def c8(field: Field) -> list[Row]:
         row,
         targets=(Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
         note=f"in {len(ours)} rounds {min(ours):.2f} to {max(ours):.2f}; undisturbed "
-        f"{listed(lambda one: one.undisturbed_p99, '{:.2f}')}; in one median of all that is undisturbed "
+        f"{listed(lambda one: one.undisturbed_p99, '{:.2f}')}; in one median of all undisturbed gaps "
         f"{listed(lambda one: one.p99_in_one_median, '{:.2f}')}; longest pause, medians of rounds, "
         f"{listed(lambda one: 1000 * one.longest_s, '{:.0f} ms')}; time to the prompts' first token, medians, "
         f"{listed(lambda one: 1000 * one.first_token_s, '{:.0f} ms')}",

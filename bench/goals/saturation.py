@@ -64,8 +64,10 @@ def saturation(
     return rates, {
         "limit": limit,
         "share": statistics.median(rates[OURS]) / limit,
-        "note": f"meanwhile a token after the first takes, median of requests, {', '.join(each)}"
-        + "".join(f"; {pool} has work {statistics.median(shares):.0%} of the time" for pool, shares in busy.items()),
+        "note": f"median TPOT {', '.join(each)}"
+        + "".join(
+            f"; {pool} workers busy {statistics.median(shares):.0%} of the time" for pool, shares in busy.items()
+        ),
         "detail": {"requests_per_s": by_round(rates), "busy": busy},
     }
 

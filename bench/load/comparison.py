@@ -209,7 +209,7 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective], advised: bool) -> list[s
         each.metric: sum(not each.met(record) for record in records) / max(1, len(records)) for each in bounds
     }
     late, slow = missed["ttft"], missed["tpot"]
-    busy = ", ".join(f"{pool} workers had work {share:.0%} of the time" for pool, share in apart.busy().items())
+    busy = ", ".join(f"{pool} workers were busy {share:.0%} of the time" for pool, share in apart.busy().items())
     shown = f"With {apart.system} {late:.0%} miss the objective for TTFT, {slow:.0%} that for TPOT"
     shown += f"; {busy}" if busy else ""
     if max(late, slow) <= FEW:
@@ -224,7 +224,7 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective], advised: bool) -> list[s
         lacks, wanted, larger = "it lacks decode", "for decode", f"{prefill}p{decode + 1}d"
     else:
         lacks, wanted, larger = "both pools are too small", "for each", f"{prefill + 1}p{decode + 1}d"
-    more = f"With another core {wanted}, {larger} may serve more (tandem bench plan tells how much)."
+    more = f"With another core {wanted}, {larger} may serve more (tandem bench plan estimates how much)."
     return [f"{shown}: {lacks}. {more}"]
 
 

@@ -176,7 +176,7 @@ def test_the_server_at_the_url_is_compared_with_the_best_system() -> None:
 @pytest.mark.parametrize(
     ("inside", "said"),
     [
-        (70, "it lacks prefill. With another core for prefill, 2p1d may serve more (tandem bench plan tells"),
+        (70, "it lacks prefill. With another core for prefill, 2p1d may serve more (tandem bench plan estimates"),
         (94, "it lacks prefill. With another core for prefill, 2p1d may serve more"),
         (95, "its pools are large enough for these objectives."),
         (99, "its pools are large enough for these objectives."),
@@ -224,7 +224,7 @@ def test_how_busy_workers_were() -> None:
     apart = outcome("1p1d", (100, 10), prefill=0.9, decode=0.3)
     assert busy_shares(apart.runs[0]) == pytest.approx({"prefill": 0.9, "decode": 0.3}, rel=0.01)
     words = verdict([apart, outcome("1c", (50, 10))], OBJECTIVES)[-1]
-    assert "prefill workers had work 90% of the time, decode workers had work 30% of the time" in words
+    assert "prefill workers were busy 90% of the time, decode workers were busy 30% of the time" in words
 
 
 def test_time_in_which_several_requests_run_counts_once() -> None:
@@ -305,7 +305,7 @@ def test_one_round_is_told_to_be_one(
 ) -> None:
     saved = tmp_path / "saved.json"
     assert cli.main(["bench", "compare", "--systems", "1p1d,1c", "--runs", str(runs), "--save", str(saved)]) == 0
-    line = "One round only: nothing tells how much of this is chance."
+    line = "One round only: how much of this is chance is unknown (--runs)."
     assert (line in capsys.readouterr().out.splitlines()) is (runs == 1)
     figures = json.loads(saved.read_text())
     assert (line in figures["advice"]) is (runs == 1)

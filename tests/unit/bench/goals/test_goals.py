@@ -289,7 +289,7 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
     tails = "1.20 (1p1d), 5.00 (1c), 20.00 (vLLM colocated), 5.00 (vLLM 1P1D); "
-    told = f"in 3 rounds 1.20 to 1.20; undisturbed {tails}in one median of all that is undisturbed {tails}"
+    told = f"in 3 rounds 1.20 to 1.20; undisturbed {tails}in one median of all undisturbed gaps {tails}"
     assert disturbed.note.startswith(told + "longest pause, medians of rounds, 24 ms (1p1d), 100 ms (1c)")
     assert "time to the prompts' first token, medians, 100 ms (1p1d), 100 ms (1c)" in disturbed.note
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
@@ -558,7 +558,7 @@ def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_tol
     own, _ = saturation.c10(scripted)
     assert own.value == pytest.approx(QUICK.balanced / 20)
     took = "500 ms (1p1d), 500 ms (1c), 500 ms (2c)"
-    assert own.note.endswith(f"{took}; prefill has work 50% of the time; decode has work 75% of the time")
+    assert own.note.endswith(f"{took}; prefill workers busy 50% of the time; decode workers busy 75% of the time")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
