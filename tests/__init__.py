@@ -1,1 +1,1 @@
-"""All tests. They may enter every room of the house; nothing outside imports them."""
+"""All tests. They may import every package of the product; nothing outside ``tests`` imports them."""

@@ -1,8 +1,8 @@
-"""Fixtures for every test, and the rule that no test leaves anything behind.
+"""Fixtures for every test, and the check that no test leaves anything behind.
 
-After each test, once all its own fixtures are torn down, there must be no asyncio task that somebody forgot, no thread
-that would keep the interpreter alive, no open ZeroMQ socket, no shared-memory descriptor or segment, and no child
-process that was not there before. Fixtures of a wider scope are set up before the first look: what they keep is fine.
+After the teardown of each test's own fixtures, this process may not have any new asyncio task, non-daemon thread, open
+ZeroMQ socket, shared-memory descriptor or segment, or child process. Fixtures of a wider scope are set up before the
+first snapshot, so what they keep is allowed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tests.chaos.host import TAKEN, TRIES, Taken
 from tests.e2e.spawner import Spawner
 from tests.pace import scaled
 
-# A busy machine makes an example slow, not wrong.
+# On a busy machine an example is slow, not wrong.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
 
 GRACE_S = 3.0
-"""How long what was told to end may take to be gone; longer on a slower machine."""
+"""Seconds within which stopped threads, sockets and processes must be gone; more on a slower machine."""
 
 _sockets: weakref.WeakSet[zmq.Socket[Any]] = weakref.WeakSet()
 _taken = pytest.StashKey[Taken]()
-_abandoned: list[str] = []  # tasks that an event loop had to cancel when it was closed
+_abandoned: list[str] = []  # tasks that were still running when their event loop was closed
 
 
 def _watch_sockets() -> None:
@@ -82,12 +82,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _OF_MULTIPROCESSING = "sem.mp-" if sys.version_info >= (3, 14) else ()
-"""Since 3.14 locks of multiprocessing keep their names, which its resource tracker takes back at the end; tqdm has one
-for the whole process as soon as transformers has written a model."""
+"""Name prefix of multiprocessing's semaphores in /dev/shm. Since Python 3.14 they stay linked until its resource
+tracker removes them at exit; tqdm keeps one for the whole process as soon as transformers has written a model."""
 
 
 class Belongings(NamedTuple):
-    """What this process has now, by kind: identity -> description."""
+    """Snapshot of what this process has open, by kind: identity -> description."""
 
     tasks: dict[Any, str]
     threads: dict[Any, str]
@@ -108,7 +108,7 @@ class Belongings(NamedTuple):
         )
 
     def since(self, before: Belongings) -> list[str]:
-        """In words, what is here that was not there before."""
+        """Describe everything in this snapshot that is not in ``before``."""
         return [
             f"{kind}: {description}"
             for kind, mine, theirs in zip(self._fields, self, before, strict=True)
@@ -122,7 +122,7 @@ def _shared_descriptors() -> dict[Any, str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the descriptor of this very listing
+        except OSError:  # the descriptor of this listing itself
             continue
         if target.startswith(("/memfd:", "/dev/shm/")):
             found[fd, target] = f"descriptor {fd} of {target}"
@@ -130,19 +130,19 @@ def _shared_descriptors() -> dict[Any, str]:
 
 
 def _is_of_others(segment: str) -> bool:
-    """Whether a process that is none of ours maps it, and none of ours does: /dev/shm is everybody's, and tests run
-    beside tests. What nobody maps is for whoever sees it to complain about."""
+    """Return whether only processes outside this one's family map the segment. /dev/shm is shared with test runs beside
+    this one; a segment that no process maps is reported."""
     me = psutil.Process()
     family = {me.pid, *(child.pid for child in me.children(recursive=True))}
     try:
-        mapped = f" {os.stat(segment).st_ino} "  # not by name: glibc maps a semaphore before it has its own
+        mapped = f" {os.stat(segment).st_ino} "  # by inode: glibc maps a semaphore before it gives it its final name
     except FileNotFoundError:
         return True
     mapping = set()
     for pid in psutil.pids():
         try:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended or belongs to another user
             continue
         if any("/dev/shm/" in line and mapped in line for line in lines):
             mapping.add(pid)
@@ -178,7 +178,7 @@ def nothing_left_behind() -> Iterator[None]:
     while left := Belongings.now().since(before):
         if time.monotonic() > deadline:
             pytest.fail("the test left behind\n  " + "\n  ".join(left), pytrace=False)
-        gc.collect()  # what only a reference cycle keeps alive is nobody's any more
+        gc.collect()  # objects that only a reference cycle keeps alive do not count as left behind
         time.sleep(0.02)
 
 
@@ -191,8 +191,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that bounds times closely is run again if it fails while the host took the cores; the summary says so.
-    Every test may take longer on a slower machine, unless ``--timeout`` says how long."""
+    """Scale timeouts to this machine, mark tests with tight time bounds as flaky, and apply ``--fast`` and
+    ``--sample``.
+
+    A test marked ``alone`` is run again if it fails while the hypervisor took CPU time (steal); the terminal summary
+    reports that. An explicit ``--timeout`` is not scaled.
+    """
     for item in items:
         if config.getoption("timeout") is None:
             marker = item.get_closest_marker("timeout")
@@ -202,12 +206,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             condition = partial(_host_took_cores, item)
             item.add_marker(pytest.mark.flaky(reruns=TRIES - 1, condition=condition))
     selection.select(config, items)
-    if hasattr(config, "workerinput"):  # of xdist, which hands tests out in this order
+    if hasattr(config, "workerinput"):  # an xdist worker: tests are handed out in this order
         items.sort(key=lambda item: not item.get_closest_marker("slow"))
 
 
 def pytest_collection_finish() -> None:
-    """What all modules have made when they were imported stays: no collection of garbage looks through it again."""
+    """Exempt everything created at import from garbage collection, so that later collections do not scan it."""
     gc.collect()
     gc.freeze()
 
@@ -221,14 +225,18 @@ def _host_took_cores(item: pytest.Item) -> bool:
 
 
 _SHARING = ("tests/e2e/test_load.py", "tests/e2e/test_namespaces.py")
-"""Their tests share a system, as those of security share servers and those of known bugs one run."""
+"""Modules whose tests share one system, so they run in one xdist worker; so do those of tests/security (shared servers)
+and the known-bug tests (shared run)."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where several processes run tests: each test goes to the next process that is free, but those of one system of
-    test_tokens.py together, so that it is started once, and those of one module of security, whose tests share servers.
-    They come first, then those marked slow: what is long should not begin last."""
+    """Schedule tests under xdist: each test goes to the next free worker process, but tests that share a system or
+    servers stay together, so that these start once.
+
+    Those are the tests of one system in test_tokens.py, of one module in tests/security or ``_SHARING``, and of the
+    known bugs. These groups come first, then the tests marked slow, because a long test should not start last.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class BySystem(LoadScopeScheduling):  # type: ignore[misc]
@@ -243,8 +251,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``checkpoint(kind)`` is the directory of a tiny random checkpoint, written once per session."""
-    from tests.models import make_model  # torch and transformers: not for tests that need no model
+    """Return ``checkpoint(kind)``: the directory of a tiny random checkpoint, written once per session."""
+    from tests.models import make_model  # imports torch and transformers, which tests without a model do not need
 
     made: dict[str, Path] = {}
 
@@ -258,14 +266,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def one_spawner() -> Iterator[Spawner]:
-    """What all workers of e2e and security are forked by in this process."""
+    """The spawner that forks all workers of the e2e and security tests of this pytest process."""
     with Spawner.running() as spawner:
         yield spawner
 
 
 @pytest.fixture
 def mock_url() -> Iterator[str]:
-    """The URL of a server that answers on a scripted clock, in a process of its own."""
+    """The URL of a ``tandem bench mock-server`` (answers follow a scripted clock) in a process of its own."""
     command = [sys.executable, "-m", "deploy.cli", "bench", "mock-server", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

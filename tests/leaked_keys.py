@@ -1,9 +1,9 @@
-"""A pytest plugin: no log holds a key that a test has used.
+"""Pytest plugin that checks that no log contains a key used by a test.
 
-A test that needs a key, or a file of cluster keys, makes one here, or tells of one that must be the same every time.
-Every log is searched for all of them: what this process logs, record by record; what a test's output captures; the log
-of a process when that process has ended, and of those that never did at the end of the session. A test during which a
-key was found fails, and so does the session. With xdist every worker searches its own logs for its own keys.
+A test that needs a key or a file of cluster keys creates it here, or registers a fixed one. All logs are searched for
+all registered keys: log records of this process as they are emitted, captured output of each test, and the log of a
+child process when that process has ended (or at the end of the session if it never does). Both the test during which a
+key was found and the session fail. Under xdist every worker searches its own logs for its own keys.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ _all_found: list[str] = []
 
 
 def new_key() -> str:
-    """A key that no log may hold from now on."""
+    """Return a new random key that no log may contain from now on."""
     return register(f"sk-{secrets.token_hex(12)}")
 
 
 def register(key: str) -> str:
-    """``key``, which no log may hold from now on. A word that logs hold anyway is no key for a test."""
+    """Register ``key`` as one that no log may contain, and return it. It must not be a word that logs contain
+    anyway."""
     _keys.add(key)
     return key
 
 
 def keygen(path: Path, *words: str) -> Path:
-    """``path`` with the keys that ``tandem keygen --out PATH WORDS`` makes, no secret of which a log may hold."""
+    """Run ``tandem keygen --out PATH WORDS``, register the secrets in the file, and return ``path``."""
     from deploy.cli import main as cli
 
     assert cli.main(["keygen", "--out", str(path), *words]) == 0
@@ -45,19 +46,19 @@ def keygen(path: Path, *words: str) -> Path:
 
 
 def register_cluster_keys(path: Path) -> list[str]:
-    """The secrets of a file of cluster keys, which no log may hold from now on: as the file has them, and in base64, as
-    a launcher hands them to its children."""
+    """Register and return the secrets of a file of cluster keys: as the file has them, and base64-encoded, as a
+    launcher passes them to its child processes."""
     found = json.loads(path.read_text())["secret"].values()
     return [register(each) for key in found for each in (key, base64.b64encode(key.encode()).decode())]
 
 
 def watch(log: Path) -> None:
-    """``log`` is searched when :func:`search` is called, at the latest at the end of the session."""
+    """Register ``log`` to be searched by :func:`search`, at the latest at the end of the session."""
     _logs.add(log)
 
 
 def search(log: Path) -> None:
-    """Searches a log whose process has ended."""
+    """Search a log whose process has ended."""
     if log in _logs:
         _logs.discard(log)
         if _keys and log.exists():
@@ -74,7 +75,7 @@ def _look(text: str, where: str) -> None:
 
 
 class _Records(logging.Handler):
-    """Searches what this process logs, at every level that is logged."""
+    """Searches every log record that this process emits."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _keys:
@@ -99,9 +100,10 @@ def no_key_is_logged() -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
     for name, text in report.sections:  # type: ignore[attr-defined]
-        if name.endswith(call.when) and not name.startswith("Captured log"):  # records were searched one by one
+        # log records were searched when they were emitted
+        if name.endswith(call.when) and not name.startswith("Captured log"):
             _look(text, f"{item.nodeid}, {name}")
-    if call.when == "teardown":  # of this test, not of the next
+    if call.when == "teardown":  # so that the next test does not report these again
         _found.clear()
     return report
 
@@ -118,7 +120,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Of xdist: a worker has ended."""
+    """Collect the leaks that an xdist worker found."""
     _all_found.extend(getattr(node, "workeroutput", {}).get("leaked_keys", ()))
 
 

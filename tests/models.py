@@ -1,10 +1,10 @@
 """Tiny checkpoints with random weights, one per model family that behaves differently.
 
 Each has two to four layers, a hidden size of 64 and a byte-level BPE tokenizer of about 512 ids. Weights are drawn so
-that nothing degenerates: logits spread, greedy output varies, norms and biases are not at their neutral values (a
-neutral norm would hide that it was skipped). Everything is a function of the kind, so two runs write equal weights.
+that nothing degenerates: logits spread, greedy output varies, and norms and biases are not at their neutral values (a
+neutral norm would hide that it was skipped). The weights depend only on the kind, so two runs write equal ones.
 
-Run as a program to write one: ``python -m tests.models llama /some/directory``.
+Write one by hand: ``python -m tests.models llama /some/directory``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ are read. Größe, naïve café, 你好世界, こんにちは, привет, an
 
 @functools.cache
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer whose first ids are the special tokens."""
+    """Return a byte-level BPE tokenizer whose first ids are the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -159,7 +159,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _common(tie_word_embeddings=True)),
     "llama-untied": ("llama", _common()),
     "llama-dynamic": (
-        # positions beyond 512 are what the scaling is for: serve it with a longer --max-model-len
+        # the scaling applies to positions beyond 512: serve it with a longer --max-model-len
         "llama",
         _common(max_position_embeddings=512, rope_parameters=_rope(rope_type="dynamic", factor=4.0)),
     ),
@@ -190,7 +190,7 @@ SERVED = tuple(kind for kind in KINDS if kind not in REFUSED)
 
 
 def make_model(kind: str, directory: Path, **overrides: Any) -> Path:
-    """Writes a checkpoint of ``kind`` with its tokenizer; ``overrides`` replace fields of the configuration."""
+    """Write a checkpoint of ``kind`` with its tokenizer; ``overrides`` replace fields of the configuration."""
     model_type, fields = KINDS[kind]
     config = AutoConfig.for_model(model_type, **(fields | overrides))
     auto: Any = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
@@ -208,10 +208,10 @@ def make_model(kind: str, directory: Path, **overrides: Any) -> Path:
 
 @torch.no_grad()
 def _draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Replaces every weight: matrices with gain, norms around their neutral value, biases around zero.
+    """Replace every weight: matrices with gain, norms around their neutral value, biases around zero.
 
-    Gemma adds a layer's output only after a norm, so there the norm's weight is what makes the layers, not the input
-    token's own embedding, decide the next token (with tied embeddings the input would repeat for ever).
+    Gemma normalizes a layer's output before adding it. A large norm weight there lets the layers decide the next token;
+    otherwise the token's own embedding would, and with tied embeddings the model would repeat its input for ever.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}

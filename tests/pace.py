@@ -1,7 +1,7 @@
-"""How much slower this machine is than the one for which bounds of real time in tests were set.
+"""Scales real-time bounds in tests by how much slower this machine is than the reference machine.
 
-Not for promises that the product makes in its own time: those are of a virtual clock, or stand beside an allowance for
-the machine, which is what grows here.
+Do not scale times that the product itself promises: tests check those on a virtual clock, or add an allowance for the
+machine to them and scale only the allowance.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 from functools import cache
 
 REFERENCE_S = 0.01
-"""The piece of work below on the machine of the bounds: two quiet cores, AMD EPYC of the first generation at 2 GHz."""
+"""Seconds that :func:`work` takes on the reference machine: two quiet cores of a first-generation AMD EPYC, 2 GHz."""
 MOST = 20.0
-"""Beyond that a bound would find nothing any more."""
+"""The largest factor. A bound scaled by more would no longer find anything."""
 
 
 def work() -> None:
-    """What tests wait for is mostly the interpreter."""
+    """Do a fixed amount of pure Python work: tests wait mostly for the interpreter."""
     seen: dict[int, str] = {}
     for number in range(30_000):
         seen[number * 7919 % 1009] = str(number)
@@ -25,7 +25,8 @@ def work() -> None:
 
 @cache
 def slowness() -> float:
-    """From 1 to ``MOST``; measured once per process, by the clock on the wall: neighbours that take the cores count."""
+    """Return the factor, from 1 to ``MOST``. It is measured once per process in wall time, so load from other processes
+    counts."""
     took = []
     for _ in range(9):
         began = time.perf_counter()
@@ -35,5 +36,5 @@ def slowness() -> float:
 
 
 def scaled(seconds: float) -> float:
-    """A bound of real time, in seconds, for this machine."""
+    """Scale a real-time bound in seconds to this machine."""
     return seconds * slowness()

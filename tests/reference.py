@@ -1,9 +1,9 @@
 """The slow, obvious oracle: is this output right for this prompt?
 
 Comparing two runs token by token is fragile: float32 differs in the last bits between batch shapes, so near-ties flip.
-Instead the reference *verifies*: one eager forward pass of transformers over prompt + output, then at every output
-position the sampling distribution is computed from those logits in float64 by the plain loops below, and the token that
-the system chose must be the one it had to choose, up to a stated tolerance:
+Instead the reference *verifies*. It runs one eager forward pass of transformers over prompt + output. For every output
+position it computes the sampling distribution from those logits in float64, with the plain loops below, and checks that
+the token the system chose is a correct choice within a stated tolerance:
 
 - greedy: its (processed) logit lies within ``GREEDY_STDS`` standard deviations of the row's maximum;
 - sampled: ``u = uniform(seed, choice, position)`` falls within ``CDF_TOLERANCE`` of the token's interval of the
@@ -41,7 +41,7 @@ CUT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much a run may differ from the reference; the defaults are the promise for float32."""
+    """How much a run may differ from the reference; the defaults are what float32 must meet."""
 
     greedy_stds: float = GREEDY_STDS
     cdf: float = CDF_TOLERANCE
@@ -51,7 +51,7 @@ class Tolerance:
 
 FLOAT32 = Tolerance()
 BFLOAT16 = Tolerance(greedy_stds=0.25, cdf=0.05, logprob=0.25, cut=0.1)
-"""Eight bits of mantissa over a few layers: a token may win that is a quarter of a standard deviation behind."""
+"""bfloat16 has eight bits of mantissa. Over a few layers, a token a quarter of a standard deviation behind may win."""
 
 
 class Reference:
@@ -69,7 +69,7 @@ class Reference:
             self._freeze_rotary(max_model_len)
 
     def _freeze_rotary(self, max_model_len: int) -> None:
-        """Lets every such module see the last position once, as transformers would, and then never look again."""
+        """Freeze each such rotary module at its frequencies for the last position, as transformers computes them."""
         for module in self.model.modules():
             if getattr(module, "rope_type", None) in ("longrope", "dynamic"):
                 module(torch.zeros(1), torch.tensor([[max_model_len - 1]]))
@@ -77,9 +77,9 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], last: int | None = None) -> Row:
-        """Logits after each of the ``last`` tokens (all by default), shape [last, vocab]."""
+        """Return the logits after each of the ``last`` tokens (all by default), shape [last, vocab]."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tiny matrices: more threads only fight with the workers under test
+        torch.set_num_threads(1)  # tiny matrices: more threads only take cores from the workers under test
         try:
             out = self.model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=last or 0)
         finally:
@@ -98,10 +98,10 @@ class Reference:
         top_logprobs: Sequence[Sequence[float]] | None = None,
         name: str = "",
     ) -> None:
-        """AssertionError, in words, unless every token of ``output`` was right given everything before it.
+        """Raise AssertionError unless every token of ``output`` is right given everything before it.
 
-        ``logprobs`` are what the system reported for the chosen tokens and ``top_logprobs`` for the most likely ones:
-        (in falling order): natural logarithms of the model's own distribution, before penalties and temperature.
+        ``logprobs`` are those that the system reported for the chosen tokens, ``top_logprobs`` those of the most likely
+        tokens in falling order: natural logarithms of the model's own distribution, before penalties and temperature.
         """
         assert output, f"{name}: no output"
         rows = self.logits([*prompt, *output[:-1]], last=len(output))
@@ -124,7 +124,7 @@ def misfit(
     choice: int,
     tolerance: Tolerance,
 ) -> str | None:
-    """Why ``token`` cannot have been chosen from ``row``; None if it can."""
+    """Return the reason why ``token`` cannot have been chosen from ``row``; None if it can."""
     spread = float(row.std())
     processed = process(row, prompt, before, sampling)
     best = int(processed.argmax())
@@ -146,7 +146,7 @@ def misfit(
 
 
 def uniform_for(seed: int, choice: int, position: int) -> float:
-    """The engine's noise: the one definition that both sides must share."""
+    """Return the engine's noise; both sides must share this definition."""
     from common.engine.sampler import uniform
 
     return float(uniform(seed, choice, position))
@@ -156,7 +156,7 @@ def uniform_for(seed: int, choice: int, position: int) -> float:
 
 
 def process(row: Row, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams) -> Row:
-    """Logits after min_tokens, logit_bias and penalties (in this order), before temperature."""
+    """Return the logits after min_tokens, logit_bias and penalties (in this order), before temperature."""
     logits = row.astype(np.float64).copy()
     if len(output) < sampling.min_tokens:
         for token in (*sampling.eos_token_ids, *sampling.stop_token_ids):
@@ -178,9 +178,10 @@ def softmax(logits: Row) -> Row:
 
 
 def keep_masks(processed: Row, sampling: SamplingParams, slack: float) -> Iterator[Mask]:
-    """The tokens that survive min_p, top_k and top_p, then the same with each cut moved by ``slack`` either way.
+    """Yield the mask of tokens that survive min_p, top_k and top_p, then the masks with each cut moved by ``slack``
+    either way.
 
-    On a near-tie any of those is a right answer; away from one they are all the same.
+    On a near-tie any of these masks is right; away from one they are all the same.
     """
     seen: set[bytes] = set()
     for min_p_shift in (0.0, slack, -slack):
@@ -193,7 +194,7 @@ def keep_masks(processed: Row, sampling: SamplingParams, slack: float) -> Iterat
 
 
 def _keep(processed: Row, sampling: SamplingParams, min_p_shift: float, top_k_shift: float, top_p_shift: float) -> Mask:
-    """min_p on the tempered distribution, then top_k, then top_p of what is left, renormalised."""
+    """Apply min_p to the distribution after temperature, then top_k, then top_p to the renormalized rest."""
     scaled = processed / sampling.temperature
     keep = np.isfinite(scaled)
     if sampling.min_p > 0:
@@ -208,7 +209,7 @@ def _keep(processed: Row, sampling: SamplingParams, min_p_shift: float, top_k_sh
     if sampling.top_p < 1:
         order = np.argsort(-left, kind="stable")
         probabilities = softmax(left)[order]
-        before = np.cumsum(probabilities) - probabilities  # a token stays while those above it have not reached top_p
+        before = np.cumsum(probabilities) - probabilities  # keep a token while those above it have not reached top_p
         stays = before < sampling.top_p + top_p_shift
         stays[0] = True
         keep[order[~stays]] = False
@@ -216,7 +217,7 @@ def _keep(processed: Row, sampling: SamplingParams, min_p_shift: float, top_k_sh
 
 
 def cdf_interval(scaled: Row, mask: Mask, token: int) -> tuple[float, float]:
-    """The part of [0, 1) that chooses ``token``, tokens in the order of their ids."""
+    """Return the part of [0, 1) that chooses ``token``, with tokens in the order of their ids."""
     probabilities = softmax(np.where(mask, scaled, -math.inf))
     low = float(probabilities[:token].sum())
     return low, low + float(probabilities[token])
@@ -238,5 +239,5 @@ def _check_logprobs(
 
 
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
-    """Greedy parameters that run to ``max_tokens`` whatever is sampled."""
+    """Return greedy parameters that run to ``max_tokens`` whatever is sampled."""
     return SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True, **fields)

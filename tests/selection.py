@@ -1,12 +1,12 @@
-"""Which tests a run has: all, a sample of the grids, or only those that are fast.
+"""Selects which tests run: all, a sample of parameter combinations, or only the fast ones.
 
-``--sample`` keeps, of a test that is marked ``sampled``, so many combinations of its parameters that every pair of
-values of two parameters is among them (most faults show with one value or two); which ones is the same in every run.
+``--sample`` keeps, of a test marked ``sampled``, enough parameter combinations that every pair of values of two
+parameters occurs (most faults show with one or two values). The choice is the same in every run.
 
-``--fast`` keeps what needs neither torch nor another process: everything in the folders ``FAST``, except the modules,
-marks and fixtures named below. An audit hook then refuses to import torch or transformers and to start a process, so
-that a test which is not fast fails until it is marked. The call by which multiprocessing starts its processes raises no
-audit event: it is replaced.
+``--fast`` keeps tests that need neither torch nor another process: everything in the folders ``FAST``, except the
+modules, marks and fixtures named below. An audit hook then refuses imports of torch and transformers and the start of
+processes, so a slow test fails until it is marked. multiprocessing starts its processes by a call that raises no audit
+event, so that call is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 SEED = 51
 FAST = ("property", "unit")
-"""Folders in which tests may be fast."""
+"""Folders that may contain fast tests."""
 NOT_FAST_MODULES = frozenset(
     f"{name}.py"
     for name in (
@@ -49,7 +49,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/kernels/test_tiles",
             "unit/common/model/test_weights",
         ),
-        # start processes in most of their tests (matplotlib does, to list the fonts there are)
+        # start processes in most of their tests (matplotlib does, to list the installed fonts)
         *(
             "unit/bench/commands/test_compare",
             "unit/bench/goals/test_goals",
@@ -65,10 +65,10 @@ NOT_FAST_MODULES = frozenset(
         *("unit/harness/test_leaked_keys", "unit/harness/test_nothing_left_behind", "unit/bench/load/test_plots"),
     )
 )
-"""By their path under ``tests``."""
+"""Paths relative to ``tests``."""
 NOT_FAST_MARKS = frozenset({"alone", "e2e", "processes", "slow", "torch"})
 NOT_FAST_FIXTURES = frozenset({"checkpoint", "mock_url"})
-"""Made by torch, and a process."""
+"""The first needs torch, the second starts a process."""
 TESTS = Path(__file__).parent
 
 
@@ -78,7 +78,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def is_ignored(path: Path, config: pytest.Config) -> bool:
-    """Whether a file or folder is left out before it is imported."""
+    """Return whether a file or folder is left out before it is imported."""
     if not config.getoption("--fast", False) or TESTS not in path.parents:
         return False
     inside = path.relative_to(TESTS)
@@ -86,7 +86,7 @@ def is_ignored(path: Path, config: pytest.Config) -> bool:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves in ``items`` what this run has, and reports the others as deselected."""
+    """Keep in ``items`` the tests of this run, and report the others as deselected."""
     kept = set(items)
     if config.getoption("--fast", False):
         kept = {item for item in kept if _is_fast(item)}
@@ -108,10 +108,10 @@ def _is_fast(item: pytest.Item) -> bool:
 
 
 def sample(grid: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """Items that show every pair of values of two parameters that any item of ``grid`` shows; the same ones in
-    whatever order they come."""
+    """Return items of ``grid`` that together contain every pair of values of two parameters. The result does not depend
+    on the order of ``grid``."""
     grid = sorted(grid, key=lambda item: item.nodeid)
-    values = defaultdict[str, dict[int, int]](dict)  # parameter -> value, by identity -> its place among all
+    values = defaultdict[str, dict[int, int]](dict)  # parameter -> id of a value -> index of that value
     combinations = [
         {name: values[name].setdefault(id(value), len(values[name])) for name, value in item.callspec.params.items()}
         for item in grid
@@ -120,12 +120,13 @@ def sample(grid: Sequence[pytest.Function]) -> list[pytest.Function]:
 
 
 def covering(combinations: Sequence[dict[str, int]]) -> list[int]:
-    """Indices of some of ``combinations`` (parameter -> which of its values) in which all pairs of values occur."""
+    """Return indices of ``combinations`` (each: parameter -> index of its value) in which every pair of values
+    occurs."""
     pairs = [set(itertools.combinations(sorted(each.items()), min(2, len(each)))) for each in combinations]
     order = list(range(len(combinations)))
     random.Random(SEED).shuffle(order)
     seen, chosen = set[Any](), list[int]()
-    for fresh in range(max(map(len, pairs), default=0), 0, -1):  # first those that show most
+    for fresh in range(max(map(len, pairs), default=0), 0, -1):  # take combinations with the most new pairs first
         for index in order:
             if len(pairs[index] - seen) >= fresh:
                 chosen.append(index)
@@ -134,14 +135,14 @@ def covering(combinations: Sequence[dict[str, int]]) -> list[int]:
 
 
 def forbid_what_is_slow(config: pytest.Config) -> None:
-    """With ``--fast``, and where tests run: before any test module is imported."""
+    """Install the checks of ``--fast`` in processes that run tests, before any test module is imported."""
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if config.getoption("--fast", False) and runs_tests:
         forbid()
 
 
 def forbid() -> None:
-    """From now on, for good, this interpreter imports no torch and starts no process."""
+    """Make this interpreter refuse to import torch and to start processes. This cannot be undone."""
     sys.addaudithook(_refuse)
     _posixsubprocess.fork_exec = _refuse_process  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""The threads of this process as the kernel knows them, those of compiled libraries among them."""
+"""The threads of this process as the kernel lists them, including those of compiled libraries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.pace import scaled
 
 
 def running_threads() -> set[int]:
-    """Their numbers. One that has been joined may be among them a moment longer."""
+    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment."""
     return set(map(int, os.listdir("/proc/self/task")))
 
 
 def until_ended(ending: Iterable[int], seconds: float = 5.0) -> None:
-    """Waits until this process has none of the threads ``ending`` any more."""
+    """Wait until none of the threads ``ending`` exists any more."""
     deadline = time.monotonic() + scaled(seconds)
     while left := running_threads() & set(ending):
         assert time.monotonic() < deadline, f"threads {sorted(left)} have not ended"

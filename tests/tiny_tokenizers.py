@@ -1,6 +1,6 @@
-"""Tiny tokenizers of the kinds that models have, trained in a moment, each with control tokens of several styles.
+"""Tiny tokenizers of the kinds that models use, trained in a moment, each with control tokens of several styles.
 
-Some mark no token as special in ``tokenizer.json``: other files of the checkpoint declare which are.
+Some mark no token as special in ``tokenizer.json``; other files of the checkpoint declare the special tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTROL = (
     "[AVAILABLE_TOOLS]",
 )
 UNMARKED = ("<｜User｜>",)
-"""Control tokens that their authors did not mark as special, as DeepSeek's."""
+"""Control tokens that their authors did not mark as special (DeepSeek does this)."""
 ORDINARY = ("<think>", "</think>")
 """Added tokens that are ordinary vocabulary."""
 CORPUS = """
@@ -48,8 +48,8 @@ def byte_level_bpe() -> Tokenizer:
 
 
 def sentencepiece_bpe() -> Tokenizer:
-    """As Llama 2's: no pre-tokenizer, spaces become ▁, unknown characters become bytes. Merges make ``</s>`` too, which
-    is frequent in what it was trained on."""
+    """Like Llama 2's: no pre-tokenizer, spaces become ▁, unknown characters become bytes. Merges can produce ``</s>``
+    too, since it is frequent in the training text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -58,12 +58,12 @@ def sentencepiece_bpe() -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=specials, show_progress=False, max_token_length=8)
     tokenizer.train_from_iterator([*CORPUS, *(f"{letter}</s>" for letter in ascii_letters)], trainer)
     settings = json.loads(tokenizer.to_str())
-    settings["added_tokens"] = settings["added_tokens"][:1]  # bytes are vocabulary
+    settings["added_tokens"] = settings["added_tokens"][:1]  # byte tokens are ordinary vocabulary, not added tokens
     return _with_control(Tokenizer.from_str(json.dumps(settings)))
 
 
 def unigram() -> Tokenizer:
-    """Control tokens are in the vocabulary of the model too, where any text that is spelled like them finds them."""
+    """Control tokens are also pieces of the model's vocabulary, so ordinary text spelled like one maps to its id."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -74,7 +74,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Split at white space only, so that a control token is a word of the vocabulary."""
+    """Split at white space only, so that a control token is one word of the vocabulary."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -94,7 +94,8 @@ def unmarked_word_piece() -> Tokenizer:
 
 
 def unlisted_unigram() -> Tokenizer:
-    """Control tokens are words of the vocabulary, and no added tokens but for those of UNMARKED and the like."""
+    """Control tokens are vocabulary words, not added tokens; only those not marked as special (UNMARKED, ORDINARY) stay
+    added tokens."""
     return _with(unigram(), listed=False)
 
 
@@ -114,7 +115,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def checkpoint_files(kind: str) -> dict[str, dict[str, Any]]:
-    """What the files of a checkpoint beside ``tokenizer.json`` say of the special tokens."""
+    """Return the checkpoint files beside ``tokenizer.json`` that declare special tokens: file name -> JSON content."""
     files: dict[str, dict[str, Any]] = {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
     settings = files["tokenizer_config.json"]
     match kind:
@@ -158,7 +159,7 @@ def _with_control(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _with(tokenizer: Tokenizer, *, special: bool | None = None, listed: bool = True) -> Tokenizer:
-    """A copy with the tokens of CONTROL marked or not, and listed as added tokens or not."""
+    """Return a copy with the control tokens marked as special or not, and listed as added tokens or not."""
     settings = json.loads(tokenizer.to_str())
     if special is not None:
         settings["added_tokens"] = [{**token, "special": special} for token in settings["added_tokens"]]
