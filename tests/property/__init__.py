@@ -1,1 +1,1 @@
-"""Invariants under everything that hypothesis can think of, against models that are slow and obvious."""
+"""Hypothesis tests of invariants, against models that are slow and obvious."""

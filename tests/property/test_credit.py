@@ -1,4 +1,5 @@
-"""Credit of many transfers at once: sums are kept, nobody starves, everything comes back."""
+"""Flow-control credit of many transfers at once: totals are never exceeded, no transfer starves, all credit is
+returned."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_no_sum_is_ever_exceeded_and_limits_only_move_forward(steps: list[tuple[
         if what == "open" and number not in landed:
             landed[number], limits[number] = 0, book.open(transfer(number), number % 3)
         elif what == "landed" and number in landed:
-            landed[number] += size  # also beyond its limit: the last frame may cross it
+            landed[number] += size  # may exceed the limit: the last frame may cross it
             limit = landed[number] + book.landed(transfer(number), landed[number])
             assert limit >= limits[number]
             limits[number] = limit
@@ -50,7 +51,7 @@ def test_those_who_wait_leave_half_to_those_who_send_in_equal_shares(waiting: in
         book.open(transfer(number), "peer")
     senders = [transfer(number) for number in range(waiting, waiting + sending)]
     landed = dict.fromkeys(senders, 0)
-    for _ in range(3):  # all that was lent lands, in turn
+    for _ in range(3):  # all granted bytes land, one sender after the other
         for each in senders:
             landed[each] += max(1, book.open(each, "peer"))
             book.landed(each, landed[each])

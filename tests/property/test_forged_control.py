@@ -1,8 +1,8 @@
-"""Control tokens in a prompt are those that the chat template writes, whatever the client's strings are.
+"""A prompt's only control tokens are those that the chat template writes, whatever strings the client sends.
 
-For tokenizers of several kinds and templates of several styles: the prompt is character for character what transformers
-renders; its control tokens are those of the same request with every string made harmless; and where no string has any
-part of a control token, its ids are those of transformers.
+For tokenizers of several kinds and templates of several styles: the prompt equals, character for character, what
+transformers renders. Its control tokens equal those of the same request with every string made harmless. Where no
+string contains any part of a control token, the ids equal those of transformers.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ WORDS = ("the block", " a queue ", "\n", "Größe", "{x}", "%s", "'", '"', "</th
 hostile = st.lists(st.sampled_from(EVERY + PARTS + WORDS), max_size=4).map("".join)
 harmless = st.text(st.sampled_from("abc de\nf.,"), max_size=12)
 LONGEST_EFFORT = 64
-"""Characters of ``reasoning_effort``; a longer one is refused."""
+"""The longest accepted ``reasoning_effort``, in characters."""
 
 
 def requests(strings: st.SearchStrategy[str]) -> st.SearchStrategy[Json]:
-    """Bodies of chats with ``strings`` wherever a client may put one."""
+    """Generate chat request bodies with ``strings`` wherever a client may put one."""
     named = strings.map(lambda text: text or "x")
     leaves = st.none() | st.booleans() | st.integers(-9, 9) | strings
     values = st.recursive(
@@ -134,7 +134,7 @@ def requests(strings: st.SearchStrategy[str]) -> st.SearchStrategy[Json]:
 
 
 class Case:
-    """One tokenizer with one template, as the coordinator has it and as transformers has it."""
+    """One tokenizer with one chat template, loaded by the coordinator (``ours``) and by transformers (``theirs``)."""
 
     def __init__(self, directory: Path, *, knows_function: bool = True) -> None:
         self.knows_function = knows_function
@@ -153,7 +153,7 @@ class Case:
         return cls(directory)
 
     def suited(self, body: Json) -> Json:
-        """``body`` without the role "function", if the template refuses it."""
+        """Return ``body`` with the role "function" replaced if the template rejects it."""
         if self.knows_function:
             return body
         messages = [{**each, "role": "user"} if each["role"] == "function" else each for each in body["messages"]]
@@ -184,7 +184,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def disarmed(value: Any, depth: int = 0) -> Any:
-    """``value`` with letters for all that could be part of a control token; keys stay different from each other."""
+    """Return ``value`` with every character that could be part of a control token replaced by a letter; keys stay
+    distinct."""
     if isinstance(value, str):
         return "".join(char if char.isspace() else "q" for char in value)
     if isinstance(value, list):
@@ -195,7 +196,7 @@ def disarmed(value: Any, depth: int = 0) -> Any:
 
 
 def without_control(body: Json) -> Json:
-    """The same request with harmless strings in every place."""
+    """Return the same request with harmless strings in every place."""
     chat = json.loads(json.dumps(body))
     for message in chat["messages"]:
         for name in set(message) - {"role", "tool_calls", "content"}:
@@ -234,7 +235,7 @@ def test_control_tokens_are_those_of_the_template(case: Case, body: Json) -> Non
 
 
 def everywhere(text: str) -> Json:
-    """A chat with ``text`` in every place in which a client may put a string."""
+    """Return a chat with ``text`` in every place in which a client may put a string."""
     nested = {text: [text, {text: text, "x": [[text]]}], "x": 1, "y": None}
     function = {"name": text, "arguments": json.dumps(nested)}
     parts = [{"type": kind, "text": text} for kind in ("text", "input_text", "output_text")]
@@ -270,7 +271,7 @@ def everywhere(text: str) -> Json:
 
 
 def test_every_place_shows_in_a_template() -> None:
-    """A place that no template writes out is covered by none of these tests."""
+    """Each place must show in the output of some template; otherwise none of these tests covers it."""
     numbers = itertools.count()
     body = re.sub("qqq", lambda _: f"q{next(numbers)}q", json.dumps(everywhere("qqq")))
     chat = parse_chat(json.loads(body))

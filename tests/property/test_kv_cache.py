@@ -1,7 +1,7 @@
-"""Tables, pool and prefix index together, against a model that remembers what was written into which block.
+"""Block tables, pool and prefix index together, against a model that remembers what was written into which block.
 
-The contents are the point: whatever is opened, forked, renamed, published, evicted and closed, every table must find
-its own tokens in its blocks, and a cached block must hold exactly the prefix (of the same salt) that it is found by.
+After any sequence of open, fork, rename, publish, evict and close, every table must find its own tokens in its blocks,
+and a cached block must hold exactly the prefix (of the same salt) under which it is found.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from common.kv.cache import KvCache
 from common.kv.prefix import chain_root, extend_chain
 from common.kv.table import BlockTable
 
-VOCABULARY = 2  # small, so that prefixes meet
+VOCABULARY = 2  # small, so that prefixes coincide
 Written = tuple[str, tuple[int, ...]]  # salt and all tokens up to the last one in the block
 
 
 def cached_prefix(cache: KvCache, tokens: Sequence[int], salt: str = "") -> int:
-    """Tokens that ``cache.open`` would find cached now; changes nothing."""
+    """Return the number of tokens that ``cache.open`` would find cached now, without changing anything."""
     chain = extend_chain(chain_root(salt, "m", "float32"), [], tokens)
     return len(cache.prefix.match(chain, len(tokens) - 1)) * cache.block_size
 
 
 def evict_all(cache: KvCache) -> None:
-    """Everything that only the cache holds goes."""
+    """Evict every block that only the cache holds."""
     everything = Holder("xfer:all")
     cache.pool.drop(cache.pool.take(cache.pool.available, everything), everything)
 
@@ -60,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
         return Holder(f"seq:{self.minted}")
 
     def write(self, entry: Open, upto: int) -> None:
-        """What the engine does: fills the table's blocks with the KV of tokens ``[computed, upto)``."""
+        """Do what the engine does: fill the table's blocks with the KV of tokens ``[computed, upto)``."""
         for index in range(entry.computed // self.block_size, -(-upto // self.block_size)):
             end = min(upto, (index + 1) * self.block_size)
             block = entry.table.blocks[index]

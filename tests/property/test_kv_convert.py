@@ -1,4 +1,4 @@
-"""Conversion of KV elements against exact arithmetic on the values, and on every pattern of 16 bits."""
+"""Conversion of KV elements, checked with exact arithmetic and on every 16-bit pattern."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.kv.layout import ELEMENT_BYTES, KvDtype
 
 DTYPES: tuple[KvDtype, ...] = ("float32", "bfloat16", "float16")
 SHAPE = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
-"""Bits of exponent and of mantissa."""
+"""Bits of the exponent and of the mantissa."""
 every_16_bits = np.arange(1 << 16, dtype=np.uint16)
 
 
@@ -26,7 +26,7 @@ def parts(bits: int, dtype: KvDtype) -> tuple[int, int, int]:
 
 
 def value(bits: int, dtype: KvDtype) -> Fraction | float:
-    """What a pattern means: an exact fraction, an infinity or NaN."""
+    """Return the value of a bit pattern: an exact fraction, an infinity or NaN."""
     sign, power, digits = parts(bits, dtype)
     exponent, mantissa = SHAPE[dtype]
     bias = (1 << exponent - 1) - 1
@@ -37,7 +37,8 @@ def value(bits: int, dtype: KvDtype) -> Fraction | float:
 
 
 def nearest(bits: int, source: KvDtype, target: KvDtype) -> int:
-    """The pattern in ``target`` nearest to a finite one in ``source``, by search: patterns of one sign are ordered."""
+    """Return the pattern in ``target`` nearest to a finite one in ``source``, by binary search over patterns of one
+    sign."""
     exponent, mantissa = SHAPE[target]
     sign = parts(bits, source)[0]
     wanted = value(bits, source)
@@ -45,7 +46,7 @@ def nearest(bits: int, source: KvDtype, target: KvDtype) -> int:
     wanted = abs(wanted)
     infinity = (1 << exponent) - 1 << mantissa
 
-    def size(pattern: int) -> Fraction:  # infinity where the next finite number would be: ties to even end there too
+    def size(pattern: int) -> Fraction:  # infinity counts as the next finite number, so ties round to even there too
         if pattern < infinity:
             return Fraction(value(pattern, target))
         return 2 * Fraction(value(infinity - 1, target)) - Fraction(value(infinity - 2, target))
@@ -66,14 +67,14 @@ def one(bits: int, source: KvDtype, target: KvDtype) -> int:
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 2**32 - 1))
-@example("float32", "bfloat16", 0x7F80_0001)  # a NaN whose upper half is an infinity's
+@example("float32", "bfloat16", 0x7F80_0001)  # a NaN whose upper half is the pattern of infinity
 @example("float32", "bfloat16", 0xFFFF_FFFF)
 @example("float32", "bfloat16", 0x7F7F_FFFF)  # rounds up to infinity
 @example("float32", "bfloat16", 0x3F80_8000)  # ties
 @example("float32", "bfloat16", 0x3F81_8000)
-@example("float32", "float16", 0x477F_EFFF)  # the last below half of the way to infinity
+@example("float32", "float16", 0x477F_EFFF)  # the last pattern below the midpoint to infinity
 @example("float32", "float16", 0x477F_F000)
-@example("float32", "float16", 0x3300_0000)  # half of the least subnormal
+@example("float32", "float16", 0x3300_0000)  # half of the smallest subnormal
 @example("float32", "float16", 0x3300_0001)
 def test_a_value_becomes_the_nearest(source: KvDtype, target: KvDtype, bits: int) -> None:
     bits &= (1 << 8 * ELEMENT_BYTES[source]) - 1
@@ -104,7 +105,7 @@ def test_the_same_dtype_is_the_same_bytes() -> None:
 
 
 def test_bytes_that_lie_anywhere_and_may_not_be_written_are_taken() -> None:
-    """A frame is a read-only view into a message, at whatever address."""
+    """A frame is a read-only view into a message, at any alignment."""
     values = np.array([1.5, -2.0, 65504.0], np.float32)
     data = np.frombuffer(b"x" + values.tobytes(), np.uint8, offset=1)
     assert converted(data, "float32", "float16").view(np.float16).tolist() == values.tolist()

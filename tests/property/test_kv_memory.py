@@ -1,4 +1,4 @@
-"""Canonical reads and writes of the paged pool against a slow definition of where each byte lies."""
+"""Canonical reads and writes of the paged pool, checked against a slow definition of where each byte lies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARDS = (1, 2, 3)
 
 
 def layer_lists(shards: int = 1) -> st.SearchStrategy[tuple[LayerLayout, ...]]:
-    """Layers whose heads can be split into ``shards``."""
+    """Generate layers whose heads can be split into ``shards``."""
     heads = st.integers(1, 3).map(lambda count: count * shards)
     layer = st.builds(LayerLayout, heads, st.integers(1, 4), st.integers(1, 4))
     return st.lists(layer, min_size=1, max_size=3).map(tuple)
@@ -42,10 +42,10 @@ layouts = st.sampled_from(SHARDS).flatmap(
 
 @st.composite
 def slices(draw: st.DrawFn, layout: KvLayout) -> tuple[list[BlockId], range, range]:
-    """A table, a token range within it, and a layer range (each may be empty)."""
+    """Generate a block table, a token range within it, and a layer range (each range may be empty)."""
     table = draw(st.permutations(range(BLOCKS)))[: draw(st.integers(1, BLOCKS))]
     limit = len(table) * layout.block_size
-    # ends near block boundaries are where it can go wrong
+    # off-by-one errors show at ends near block boundaries
     edge = st.integers(0, len(table)).flatmap(lambda b: st.integers(-1, 1).map(lambda d: b * layout.block_size + d))
     position = st.one_of(st.integers(0, limit), edge).map(lambda p: min(max(p, 0), limit))
     first, last = sorted((draw(position), draw(position)))
@@ -54,8 +54,9 @@ def slices(draw: st.DrawFn, layout: KvLayout) -> tuple[list[BlockId], range, ran
 
 
 def naive_offsets(layout: KvLayout, table: list[BlockId], tokens: range, layers: range) -> list[int]:
-    """Where each canonical byte lies in the flat pool, from the definition: canonical is [layer][k, then v][token][kv
-    head][element], the pool [block][shard][layer][k, then v][token][kv head of the shard][element]."""
+    """Return where each canonical byte lies in the flat pool, by definition. The canonical order is [layer][k, then
+    v][token][kv head][element]; the pool's is [block][shard][layer][k, then v][token][kv head of the
+    shard][element]."""
     offsets: list[int] = []
     for index in layers:
         layer = layout.layers[index]
@@ -109,7 +110,7 @@ def test_read_and_write_agree_with_the_definition(data: st.DataObject) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
-    """Block size, element type and head split of the two differ, or not; each element lands where it belongs."""
+    """The two pools may differ in block size, element type and head split; each element lands in its place."""
     shards = [data.draw(st.sampled_from(SHARDS)) for _ in range(2)]
     shape = data.draw(layer_lists(lcm(*shards)))
     sender, receiver = (
@@ -142,7 +143,7 @@ def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_what_is_taken_is_what_would_be_read_and_written(data: st.DataObject) -> None:
-    """Of pools whose rows are the same bytes, whatever their blocks."""
+    """A direct take between pools with byte-identical rows equals a read and a write, whatever their block sizes."""
     shape, dtype = data.draw(layer_lists()), data.draw(st.sampled_from(DTYPES))
     sender, receiver = (
         KvMemory(KvLayout(shape, dtype, data.draw(st.sampled_from([16, 32, 48, 80]))), BLOCKS) for _ in range(2)
@@ -247,7 +248,8 @@ def test_pieces_are_hashed_and_copied_as_if_they_were_one(
     begin = -source.ctypes.data % 64 if aligned else 0
     places = begin + ends - sizes
     target = np.zeros(len(source) + 128, np.uint8)
-    shift = (source.ctypes.data - target.ctypes.data) % 64  # the same alignment, though not always a whole stripe's
+    # same alignment modulo 64 as the source, but not always 0
+    shift = (source.ctypes.data - target.ctypes.data) % 64
     whole = b"".join(source[at : at + size].tobytes() for at, size in zip(places, sizes, strict=True))
     sources, lengths = source.ctypes.data + places, np.array(sizes, np.int64)
     digest = xxhash.xxh3_64_intdigest(whole)
@@ -300,7 +302,7 @@ def test_a_pool_of_another_size_is_refused_and_its_descriptor_closed() -> None:
 
 
 def test_a_pool_that_its_owner_could_still_shrink_is_refused_and_its_descriptor_closed(tmp_path: Path) -> None:
-    """Whoever reads beyond the end of a mapped file dies of SIGBUS."""
+    """A process that reads beyond the end of a mapped file is killed by SIGBUS."""
     memory = KvMemory(LAYOUT, 2)
     size = os.fstat(memory.fd).st_size
     memory.close()

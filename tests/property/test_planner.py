@@ -1,8 +1,8 @@
-"""The planner under a fake engine: budgets are kept, nothing starves, blocks come back, tokens are the right ones.
+"""The planner with a fake engine: it keeps budgets, starves no sequence, returns blocks and produces the right tokens.
 
-The fake engine remembers which tokens each block holds, and refuses to compute on top of anything but the sequence's
-own past. The next token is a function of all tokens before it, so a sequence that resumes after preemption with a stale
-or missing block, or with a wrong position, ends with another output than the one computed in a few lines here.
+The fake engine remembers which tokens each block holds, and refuses to compute on anything but the sequence's own past.
+The next token is a function of all tokens before it. So a sequence that resumes after preemption with a stale or
+missing block, or at a wrong position, produces another output than :func:`expected_output`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def expected_output(request: Request, choice: int) -> list[int]:
 
 @dataclass
 class FakeEngine:
-    """Computes batches over ``contents``: what each block holds, as all tokens of its sequence up to its last one."""
+    """Computes batches over ``contents``: for each block, all tokens of its sequence up to the last one in the
+    block."""
 
     cache: KvCache
     contents: dict[BlockId, tuple[int, ...]] = field(default_factory=dict)
 
     def write(self, sequence: Sequence, blocks: list[BlockId], start: int, end: int) -> None:
-        """The KV of tokens ``[start, end)``, on top of what must already be there."""
+        """Write the KV of tokens ``[start, end)``, after checking the KV that must already be there."""
         for index in range(-(-end // BLOCK_SIZE)):
             first, last = index * BLOCK_SIZE, min(end, (index + 1) * BLOCK_SIZE)
             if first < start:
@@ -77,10 +78,10 @@ class FakeEngine:
 
 @dataclass(frozen=True)
 class Plan:
-    """One request of a scenario, and what happens to it."""
+    """One request of a scenario and its events."""
 
     arrives: int
-    steps: tuple[int, ...]  # kinds of 16-token steps, so that prompts share prefixes
+    steps: tuple[int, ...]  # kinds of 16-token runs, so that prompts share prefixes
     tail: int
     max_tokens: int
     n: int
@@ -186,7 +187,8 @@ class Scenario:
         assert self.cache.leaks() == {}
 
     def check_turns(self, served: list[Sequence]) -> None:
-        """Who has its blocks and lacks one token waits for as many steps as each of its equals needs for one turn."""
+        """Check that a sequence with blocks and one missing token waits for at most one turn of each of its
+        priority."""
         ready = {s for s in self.planner.sequences() if s.missing == 1 and sequence_holder(s.id) in self.cache.tables}
         self.overtaken = {each: self.overtaken.get(each, []) for each in ready.difference(served)}
         for waiting, before in self.overtaken.items():
@@ -195,7 +197,8 @@ class Scenario:
             before += [each for each in equals if each.missing == 1]
 
     def uninvited(self) -> int:
-        """Sequences that run without being admitted: forked from one that was, or adopted with their KV."""
+        """Count the sequences that may run without being admitted: forked from an admitted one, or adopted with their
+        KV."""
         return sum(request.n - (plan.fate != "adopt") for plan, request in self.requests)
 
     def take(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -246,7 +249,7 @@ def test_budgets_progress_and_tokens(
     requests: list[Plan], spare_blocks: int, max_sequences: int, extra_tokens: int, caching: bool
 ) -> None:
     made = [(plan, to_request(index, plan)) for index, plan in enumerate(requests)]
-    # the pool holds the longest request alone, as every worker checks before it takes one
+    # the longest request fits into the pool alone: every worker checks that before it accepts one
     longest = max(request.prompt_length + request.sampling.max_tokens for _, request in made)
     blocks = -(-longest // BLOCK_SIZE) + spare_blocks
     cache = KvCache(blocks, BLOCK_SIZE, model_fingerprint="m", kv_dtype="float32", prefix_caching=caching)
@@ -277,7 +280,7 @@ def small(blocks: int, max_tokens: int = 64, max_sequences: int = 4) -> Planner:
 
 
 def adopt(planner: Planner, sequence: Sequence) -> None:
-    """``sequence`` comes with its KV and its first token."""
+    """Adopt ``sequence`` with its KV and its first token."""
     table = planner.cache.open(sequence_holder(sequence.id), sequence.tokens, "")
     planner.cache.grow(table, len(sequence.tokens))
     sequence.computed = len(sequence.tokens)
@@ -410,7 +413,7 @@ def test_who_lost_another_worker_and_waits_for_blocks_was_not_parked() -> None:
 
 
 def test_those_whose_kv_is_handed_over_do_not_keep_a_prompt_from_its_place() -> None:
-    """As many run as a step has places, always, and each time one ends another's KV lands."""
+    """The step is always full: each time a running sequence ends, another one is adopted with its KV."""
     planner = small(blocks=60)
     streams = [simple(8, 50, index=index) for index in range(6)]
     for stream in streams:
@@ -441,7 +444,7 @@ def test_a_stream_that_lost_its_worker_is_not_kept_waiting_by_as_many_as_a_step_
 
 @pytest.mark.parametrize("kind", ["of a better priority", "a stream that lost its worker"])
 def test_who_outranks_those_that_run_is_not_kept_waiting_by_them(kind: str) -> None:
-    """They were all let in from their prompts, as many as a step has places."""
+    """The running sequences were all admitted from their prompts, as many as a step has places."""
     planner = small(blocks=60)
     for index in range(4):
         planner.add(simple(8, 200, index=index, priority=1))

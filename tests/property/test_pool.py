@@ -16,7 +16,8 @@ ALL = [*HOLDERS, CACHE]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """``holders`` is what the pool should know, ``lru`` what only the cache holds, least recently used first."""
+    """Model of the pool: ``holders`` of each block, and ``lru``, the blocks that only the cache holds, least recently
+    used first."""
 
     @initialize(total=st.integers(1, 12))
     def build(self, total: int) -> None:
@@ -31,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
         return sum(not holders for holders in self.holders)
 
     def settle(self, block: BlockId) -> None:
-        """A block enters the evictable end when the cache is left alone with it."""
+        """Update ``lru``: a block becomes the most recently used one when the cache is left as its only holder."""
         if block in self.lru:
             self.lru.remove(block)
         if self.holders[block] == {CACHE}:
@@ -118,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.leaks() == named
 
     def teardown(self) -> None:
-        """Whoever drops what it holds leaves a pool that is free or cached, and empty once the cache lets go."""
+        """Check that no block leaks and all are free after each holder has dropped its blocks."""
         if not hasattr(self, "pool"):
             return
         for holder in ALL:

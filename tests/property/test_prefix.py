@@ -10,7 +10,7 @@ from common.core.ids import BlockId, pack_tokens
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, Chain, PrefixIndex, chain_root, extend_chain
 
-# few distinct steps, so that prefixes really meet
+# few distinct steps, so that prefixes coincide
 STEPS = [[10 * kind + i for i in range(CHAIN_STEP)] for kind in range(3)]
 steps = st.lists(st.integers(0, 2), max_size=6)
 tails = st.integers(0, CHAIN_STEP - 1)
@@ -62,7 +62,7 @@ def test_roots_differ_whenever_any_part_does(a: tuple[str, str, str], b: tuple[s
 
 
 class Model:
-    """What the index should find: (salt, tokens of a prefix) -> block."""
+    """Model of the index: (salt, tokens of a prefix) -> block."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -1,4 +1,4 @@
-"""The engine's sampler against the oracle's plain loops: any logits, any parameters, any batch."""
+"""The engine's sampler against the plain loops of tests.reference: any logits, any parameters, any batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ params = st.builds(
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[SamplingParams, int, list[int], int]:
-    """Parameters, choice, all tokens so far, and how many of them are the prompt."""
+    """Generate parameters, choice, all tokens so far, and how many of them are the prompt."""
     prompt, output = draw(st.lists(tokens, min_size=1, max_size=6)), draw(st.lists(tokens, max_size=6))
     return draw(params), draw(st.integers(0, 15)), prompt + output, len(prompt)
 
@@ -76,7 +76,8 @@ def test_noise_is_a_function_of_seed_choice_and_position(seed: int, choice: int,
 
 
 def test_noise_is_uniform() -> None:
-    """Along seeds, choices and positions alike: a chi-square over 64 cells, with room for one seed in a million."""
+    """The noise is uniform over seeds, choices and positions: chi-square over 64 cells, one false alarm in a
+    million."""
     for numbers in (
         [uniform(seed, 0, 0) for seed in range(6400)],
         [uniform(0, 0, position) for position in range(6400)],

@@ -1,4 +1,4 @@
-"""Spans of output tokens, in messages that the coordinator takes however much there is to tell."""
+"""Spans of output tokens, split into messages that the coordinator accepts however many tokens there are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown(position: int) -> Logprobs:
     st.integers(0, 5),
 )
 def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], skipped: int) -> None:
-    """``skipped``: tokens whose log-probabilities were told by another worker."""
+    """``skipped``: tokens whose log-probabilities another worker has already reported."""
     writer, lives = TokenSpanEncoder(), [RequestState(1) for _ in spans]
     for number, (length, wanted) in enumerate(spans):
         output = list(range(length))
@@ -65,7 +65,8 @@ def test_as_many_spans_as_there_are_sequences() -> None:
 
 
 def test_the_newest_token_of_a_stream_is_told_as_any_other_span() -> None:
-    """In few words, since every step does it for every stream; also where a message has no more room."""
+    """The short path for one new token per step encodes the same spans as the general one, also when a message is
+    full."""
     sequence = Sequence(Request(new_request_id(), pack_tokens([1, 2]), SamplingParams(9, 0, stop_token_ids=(7,))), 0)
     for token in (5, 6, 7):
         sequence.append(token)

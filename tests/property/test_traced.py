@@ -1,4 +1,4 @@
-"""Strings that know which of their characters the template wrote: equal to plain strings, and right about origins."""
+"""Strings that track which of their characters the template wrote: equal to plain strings, with correct origins."""
 
 from __future__ import annotations
 

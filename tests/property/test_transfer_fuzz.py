@@ -1,7 +1,8 @@
-"""A real sender and a real receiver, and somebody who repeats, mutates, truncates, delays and forges what they say.
+"""A real sender and a real receiver, with an attacker that repeats, mutates, truncates, delays and forges their
+messages.
 
-Whatever arrives from whomever: nothing is raised, no block is written that its transfer does not hold, what is accepted
-is right, and in the end nothing is left.
+Whatever arrives from any peer: nothing is raised, no block is written that its transfer does not hold, accepted data is
+right, and no hand-off, credit or hold is left in the end.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ FRAME_BYTES, TOKENS, SLOTS = 2048, 90, 4
 LEASE_S = 0.5
 LIMITS = TransferLimits(frame_bytes=FRAME_BYTES)
 HELD_S = 10.0
-"""The longest that anything is held for a peer that is dead, or has given up."""
+"""The longest time for which anything is held for a peer that is dead or has given up."""
 TURN_S = 0.1
 FIRST = FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,))
 
 
 class Recorded(SimulatedChannels):
-    """Keeps all that arrived at its sockets, for somebody to say again."""
+    """Records every message that arrived at its sockets, for replay."""
 
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__(network, process)
         self.heard: list[tuple[Any, list[bytes]]] = []
 
     def register(self, what: Any) -> None:
-        if isinstance(what, int):  # a knock: who opens is a thread, which lives in real time
+        # a pool connection: the thread at its other end runs in real time, not on the virtual clock
+        if isinstance(what, int):
             select.select([what], [], [], 10)
             return
         super().register(what)
@@ -67,7 +69,8 @@ class Recorded(SimulatedChannels):
 
 
 class House:
-    """One pair with a table of blocks per transfer; blocks that no transfer holds are watched."""
+    """One sender and one receiver, with a block table per transfer. Blocks that no transfer holds are checked for
+    writes."""
 
     def __init__(self, transport: str, seed: int) -> None:
         self.rng, self.clock = Random(seed), Clock()
@@ -80,7 +83,7 @@ class House:
         self.receiver = Receiver(
             self.here, self.target, "host", "tcp://d:*", transport=transport, limits=LIMITS, credit=self.credit
         )
-        # other tests at the same time may have this seed, and the door of a pool bears the name
+        # tests running beside this one may use this seed, and the name of a pool's endpoint contains the incarnation
         incarnation = Incarnation(f"{self.rng.randbytes(8).hex()}-{os.getpid()}")
         self.sender = Sender(
             self.there,
@@ -101,7 +104,7 @@ class House:
         return [BlockId(slot * blocks + index) for index in range(blocks)]
 
     def begin(self, slot: int) -> None:
-        """A hand-off in a slot that is free on both sides; announcement and reservation come in either order."""
+        """Begin a hand-off in a slot that is free on both sides; announcement and reservation come in either order."""
         if slot in self.held.values() or self.sender.strikes.out(self.peer.incarnation):
             return
         self.attempts[slot] += 1
@@ -129,7 +132,8 @@ class House:
                 self.give_up(transfer)
 
     def give_up(self, transfer: TransferId) -> None:
-        """As its coordinator does, whose list of what may be held the sender hears a little later."""
+        """Give up a hand-off as the coordinator does: the receiver's blocks are free at once, and the sender cancels
+        ``LEASE_S`` later, when it receives the list of live hand-offs."""
         self.free(transfer)
         self.clock.after(LEASE_S, self.sender.cancel, transfer, "not in the list")
 
@@ -139,7 +143,7 @@ class House:
         self.before[rows] = self.target.raw[rows]
 
     def travel(self, seconds: float) -> None:
-        """What is on its way arrives, and is not read yet."""
+        """Deliver messages in flight for ``seconds``, without reading them."""
         until = self.clock.now + seconds
         self.clock.at(until, lambda: None)
         while self.clock.now < until and self.clock.step():
@@ -152,7 +156,7 @@ class House:
         self.check()
 
     def receive(self) -> None:
-        """The receiver's turn."""
+        """Pump the receiver, and check each hand-off that landed."""
         times = iter(range(1000))
         for ended in self.receiver.pump(lambda: self.clock.now + 1e-6 * next(times), 5e-4):
             if isinstance(ended, Landed):
@@ -166,15 +170,15 @@ class House:
                 self.give_up(ended.transfer)
 
     def settle(self) -> None:
-        """Turns until every hand-off is over. As long as one frame after the other lands, each within a sender's
-        patience, a hand-off may go on; its sender then gives up, and its blocks are free as soon as is promised."""
+        """Take turns until every hand-off is over. A hand-off may go on as long as one frame after the other lands,
+        each within the sender's patience. Once the sender has given up, the blocks must be freed within ``HELD_S``."""
         began, sending = self.clock.now, [each.session for each in self.sender._outgoing.values()]
         given_up: dict[TransferId, float] = {}
         while self.held:
             self.turn(TURN_S)
             now = self.clock.now
             for session in sending:
-                waits = 2 + session.frames  # for the grant, each frame, and the answer to the commit
+                waits = 2 + session.frames  # the grant, each frame, and the answer to the commit
                 assert session.over or now - began <= waits * (LIMITS.no_progress_s + LIMITS.lag_s), session.transfer
             for transfer in self.held:
                 if transfer not in self.sender:
@@ -189,7 +193,7 @@ class House:
         assert self.credit.held() <= self.credit.total_bytes
 
     def meddle(self, side: str, what: str) -> None:
-        """Changes something that one side has not read yet, or says something again that it has."""
+        """Change a message that one side has not read yet, or replay one that it has."""
         self.travel(0.002)
         heard = (self.here if side == "decode" else self.there).heard
         if not heard:
@@ -200,7 +204,7 @@ class House:
         unread = bool(socket.inbox) and self.rng.random() < 0.7
         at = self.rng.randrange(len(socket.inbox)) if unread else 0
         parts = list(socket.inbox[at] if unread else parts)
-        first = 1 if side == "decode" else 0  # the peer's identity comes first at a router
+        first = 1 if side == "decode" else 0  # a router socket puts the peer's identity first
         if len(parts) == first:
             return
         chosen = self.rng.randrange(first, len(parts))
@@ -210,7 +214,8 @@ class House:
                 for _ in range(self.rng.randint(1, 3) if changed else 0):
                     changed[self.rng.randrange(len(changed))] = self.rng.randrange(256)
                 parts[chosen] = bytes(changed)
-                if len(parts) == first + 1 and self.rng.random() < 0.7:  # a peer that means it, not a line
+                # a malicious peer seals its change; a damaged line does not
+                if len(parts) == first + 1 and self.rng.random() < 0.7:
                     parts[chosen] = seal(parts[chosen][DIGEST_BYTES:])
             case "truncate":
                 parts[chosen] = parts[chosen][: self.rng.randrange(len(parts[chosen]) + 1)]
@@ -270,12 +275,12 @@ def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
                 case side:
                     for _ in range(number):
                         house.meddle(side, how)
-        for _ in range(200):  # as long as no progress and the leases may last
+        for _ in range(200):  # long enough for the no-progress limit and the leases to expire
             house.turn(0.1)
         assert not house.held and len(house.sender) == 0 and len(house.receiver) == 0
         assert len(house.credit) == 0 and house.credit.held() == 0
-        house.sender.strikes, house.receiver.strikes = PeerBanList(), PeerBanList()  # as another incarnation has none
-        house.begin(0)  # and it still works
+        house.sender.strikes, house.receiver.strikes = PeerBanList(), PeerBanList()  # a new incarnation has no strikes
+        house.begin(0)  # a new hand-off still works
         landed = house.landed
         for _ in range(30):
             house.turn(0.1)
@@ -292,7 +297,7 @@ def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> 
             house.begin(slot)
         house.turn()
         house.travel(0.002)
-        rates.drop = 1.0  # the grants are there; what they let out is lost
+        rates.drop = 1.0  # the grants have arrived; the frames that they allow are lost
         house.turn()
         house.turn()
         rates.drop = 0.0
@@ -311,9 +316,9 @@ def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> 
 @example("zmq", 8633, 0.1)  # all answers to one frame are lost, and then the Cancel
 @example("shm", 567, 0.02)
 def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: str, seed: int, rate: float) -> None:
-    """Where three of ten are damaged it happens that all repeats of one are, for as long as patience lasts: then its
-    hand-off is given up, as one of a line that is dead is. If the message that says so is damaged too, the receiver's
-    lease ends it."""
+    """At a total damage rate of 0.3, all repeats of one frame may be damaged until the sender's patience ends. Its
+    hand-off is then given up, as on a dead line. If the Cancel is damaged too, the receiver's lease ends the
+    hand-off."""
     house = House(transport, seed)
     try:
         house.network.line(house.there.process, house.here.process).rates = Rates(corrupt=rate, truncate=rate)
@@ -347,7 +352,7 @@ def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: s
 def test_nothing_is_held_longer_than_promised_for_a_peer_that_is_dead(
     transport: str, seed: int, rate: float, turns: int, dead: str, cut: bool
 ) -> None:
-    """Whatever the phase of the hand-offs, and whether what it said last still arrives or is ``cut`` off."""
+    """A peer may die in any phase of the hand-offs; its last messages still arrive, or are lost (``cut``)."""
     house = House(transport, seed)
     try:
         line = house.network.line(house.there.process, house.here.process)
@@ -408,7 +413,8 @@ def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, wa
 
 @pytest.mark.parametrize("granted", [True, False])
 def test_who_was_told_of_shorter_steps_is_told_of_a_long_one(granted: bool) -> None:
-    """A step took 3 s without warning, so this worker knows such steps; who was greeted before it does not."""
+    """The receiver has just had an unannounced step of 3 s, so its ``step_s`` is already 3 s. Senders that it answered
+    before know a shorter one, and must still be sent the long one."""
     house = House("zmq", 1)
     transfer, now = TransferId(RequestId(bytes(16)), 1), house.clock.now
     house.sender.open(transfer, house.peer, TOKENS, house.table(0, 6), now)

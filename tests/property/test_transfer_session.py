@@ -1,4 +1,4 @@
-"""Both state machines of a hand-off over a link that loses, repeats and delays: it ends right, or it ends."""
+"""Both state machines of a hand-off over a link that loses, repeats and reorders messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def make_layout(layers: int, block_size: int = 16) -> KvLayout:
 
 @st.composite
 def progress(draw: st.DrawFn) -> tuple[int, int, int, list[int], int]:
-    """layers, have, total, the ends of the chunks in which prefill computes, and how many of them before the grant."""
+    """Generate layers, have, total, the ends of the chunks that prefill computes, and how many chunks end before the
+    grant."""
     layers = draw(st.integers(1, 5))
     total = draw(st.integers(1, 200))
     have = draw(st.integers(0, total - 1))
@@ -55,7 +56,7 @@ def test_the_outbox_hands_out_every_cell_once_and_in_order(
 
 
 class Network:
-    """Messages in flight in one direction; the dice decide their fate, but not for ever."""
+    """Messages in flight in one direction, some of them lost, repeated or reordered at random."""
 
     def __init__(self, dice: random.Random, trouble: float) -> None:
         self.dice, self.trouble, self.flying = dice, trouble, []
@@ -99,7 +100,7 @@ def test_a_lossy_link_delays_but_never_corrupts(
             break
         push(sender, layout, forth)
         if sender.may_commit() and early + done >= len(ends):
-            commit_of(sender, layout)  # which sums
+            commit_of(sender, layout)  # completes the checksum
             sender.committed(now)
             commit_again = True
         if commit_again:
@@ -114,7 +115,7 @@ def test_a_lossy_link_delays_but_never_corrupts(
                     sender.accepted(size, now)
         if sender.state is TransferState.ACCEPTED:
             break
-    # of ten messages three are lost at most, and it is given up after 25 repetitions in vain
+    # at most three of ten messages are lost, and a sender gives up only after 25 vain repetitions
     assert sender.state is receiver.state is TransferState.ACCEPTED, sender.why_ended
     wanted = {(layer, token): 1 for layer in range(layers) for token in range(have, total)}
     assert received == wanted, "a cell is missing or was written twice"
@@ -127,7 +128,7 @@ def push(sender: SenderSession, layout: KvLayout, forth: Network) -> None:
             continue
         size = layout.range_bytes(what.first_layer, what.last_layer, len(what.tokens))
         said = UNSAID if what.first_token % 2 else hash(what) & 0xFFFF | 1
-        while sender.unsummed and said:  # sums are in order
+        while sender.unsummed and said:  # checksums are added in frame order
             sender.summed(hash(sender.unsummed[0].cells) & 0xFFFF | 1)
         forth.send(sender.sent(what, size, said))
 
@@ -147,7 +148,7 @@ def deliver(
     now: float,
     credit: int = 0,
 ) -> None:
-    """What :class:`kvtransfer.receiver.Receiver` does with a message, without sockets and bytes."""
+    """Do what :class:`kvtransfer.receiver.Receiver` does with a message, without sockets and bytes."""
     if isinstance(message, FrameHeader):
         verdict = receiver.judge(message, now)
         assert verdict is not FrameVerdict.STRANGE
