@@ -21,15 +21,21 @@ Payload = bytes | memoryview
 
 
 class SendLink(Protocol):
-    """The prefill side of a link. Its frames have ``grain`` times the usual size: a frame costs prefill more than its
-    bytes do, but where the bytes themselves travel smaller frames are faster, since they stay in cache."""
+    """The prefill side of a link.
+
+    ``grain`` is the size of its frames as a multiple of ``TARGET_BYTES`` (1 for ``zmq``, 2 or 4 for links that pull). Larger frames
+    cost prefill less time each; where the bytes travel in the payload, smaller ones stay in cache and are faster.
+    """
 
     name: str
     grain: int
 
     def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         """Return the payload behind the header, the canonical size of the cells in bytes, and their checksum, or
-        ``UNSAID`` if it is to be computed later."""
+        ``UNSAID`` if it is to be computed later.
+
+        Called again for each retransmission. Must not raise: an undeliverable payload counts as a lost frame.
+        """
         ...
 
 
@@ -46,15 +52,15 @@ class ReceiveLink(Protocol):
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> int | None:
         """Write the cells into the blocks of ``table`` and return their checksum.
 
-        None while they are still being read: call again with the same arguments, and with no others before. On an error
-        the cells may have been written, but nothing else, and they do not count. Raises Damaged if the bytes were
-        damaged on their way (or a source block was reused), WireError if the frame makes no sense or the pool cannot be
-        read.
+        None while they are still being read: call again with the same arguments, and with no others before. Raises
+        Damaged if the bytes were damaged on their way (or a source block was reused), WireError if the frame makes no
+        sense or the pool cannot be read. Then these cells may hold anything, and nothing else was written. Frames that
+        were placed before never come here.
         """
         ...
 
     def close(self) -> None:
-        """Abandon a read that is under way."""
+        """Abandon a read that is under way, because the transfer was cancelled or has failed (not after Accept)."""
         ...
 
 

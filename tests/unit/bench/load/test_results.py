@@ -11,6 +11,7 @@ from bench.load import results
 from common.core.errors import StartError
 
 
+@pytest.mark.processes  # a saved run names its commit, which git tells
 def test_a_file_has_one_run_or_several_with_names(tmp_path: Path) -> None:
     one, several = tmp_path / "one.json", tmp_path / "several.json"
     results.save(one, {"rate": 1.0})
@@ -23,6 +24,7 @@ def test_a_file_has_one_run_or_several_with_names(tmp_path: Path) -> None:
         results.load(Path(f"{several}#tight"))
 
 
+@pytest.mark.processes  # a saved run names its commit, which git tells
 def test_a_run_is_not_added_to_a_file_of_one(tmp_path: Path) -> None:
     results.save(file := tmp_path / "one.json", {"rate": 1.0})
     with pytest.raises(StartError, match="the file holds one run"):
