@@ -23,8 +23,8 @@ Payload = bytes | memoryview
 class SendLink(Protocol):
     """The prefill side of a link.
 
-    ``grain`` is the size of its frames as a multiple of ``TARGET_BYTES`` (1 for ``zmq``, 2 or 4 for links that pull). Larger frames
-    cost prefill less time each; where the bytes travel in the payload, smaller ones stay in cache and are faster.
+    ``grain`` is the size of its frames as a multiple of ``TARGET_BYTES`` (1 for ``zmq``, 2 or 4 for links that pull).
+    Fewer, larger frames cost prefill less time; where bytes travel in the payload, small ones stay in cache.
     """
 
     name: str
