@@ -1,1 +1,2 @@
-"""Attacks from outside, one file by topic: by HTTP, raw sockets and processes, never by our own modules."""
+"""Attacks from outside through HTTP, raw sockets and processes, one file per topic; the product's modules are not
+used."""

@@ -1,4 +1,4 @@
-"""How the systems under attack are started."""
+"""The spawner for the systems under attack."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.e2e.system import Process
 
 @pytest.fixture(scope="module", autouse=True)
 def spawner(one_spawner: Spawner) -> Iterator[None]:
-    """Workers share one import of torch and transformers, but for those of modules that have such a fixture of their
-    own: how processes are started is what they attack."""
+    """Let the workers share one import of torch and transformers. Modules that test how processes are started override
+    this fixture."""
     Process.spawner = one_spawner
     yield
     Process.spawner = None

@@ -1,4 +1,4 @@
-"""What an attacker has: a coordinator that somebody else runs, and a socket."""
+"""What an attacker has: a running coordinator and a socket."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PATIENCE_S = 30.0
 
 @contextmanager
 def coordinator(directory: Path, *flags: str) -> Iterator[System]:
-    """``tandem coordinator`` with the built-in model, no worker, and ``flags``."""
+    """Run ``tandem coordinator`` with the built-in model, no worker, and ``flags``."""
     words = ("coordinator", "--port", "0", "--control-port", "0", *flags)
     with System.running(directory / "coordinator.log", *words, until_ready=False) as system:
         yield system
 
 
 def own_address() -> str:
-    """An address of this machine that is not loopback; skips where there is none."""
+    """Return an address of this machine that is not loopback; skip the test if there is none."""
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
             if each.family == socket.AF_INET and not ipaddress.ip_address(each.address).is_loopback:
@@ -39,7 +39,7 @@ def own_address() -> str:
 
 
 def _answering(system: System) -> Iterator[psutil.Process]:
-    """The processes that listen at ``system.url``."""
+    """Yield the processes that listen at ``system.url``."""
     port = urlsplit(system.url).port
     mine = psutil.Process(system.process.popen.pid)
     for each in (mine, *mine.children(recursive=True)):
@@ -48,22 +48,22 @@ def _answering(system: System) -> Iterator[psutil.Process]:
 
 
 def memory(system: System) -> int:
-    """Resident bytes of the process that answers at ``system.url``."""
+    """Return the resident bytes of the process that listens at ``system.url``."""
     return max(each.memory_info().rss for each in _answering(system))
 
 
 def processor_seconds(system: System) -> float:
-    """Processor time so far of the process that answers at ``system.url``."""
+    """Return the processor time so far, in seconds, of the process that listens at ``system.url``."""
     return max(times.user + times.system for times in (each.cpu_times() for each in _answering(system)))
 
 
 @dataclass
 class Answer:
-    """One response as it came over the wire."""
+    """One response as received."""
 
     raw: bytes
     version: str
-    """The server's own, from the status line."""
+    """The server's HTTP version, from the status line."""
     status: int
     headers: dict[str, str]
     body: bytes
@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def code(self) -> Any:
-        """``code`` of an error in the shape of all errors."""
+        """Return the error's ``code``, after checking that the error has the usual shape."""
         assert self.headers["content-type"].startswith("application/json"), self.raw
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -82,7 +82,7 @@ class Answer:
 
 
 class Connection:
-    """A raw connection to ``url``; a context."""
+    """A raw connection to ``url``, to be used as a context manager."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -100,11 +100,12 @@ class Connection:
         self._socket.sendall(data)
 
     def reset_when_closed(self) -> None:
-        """Lets the end of this connection be a reset, in which nothing that was sent is awaited."""
+        """Make closing this connection send a reset at once, without waiting until sent data is delivered."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def answer(self, *, to_head: bool = False) -> Answer:
-        """The next response, interim ones (100 Continue) too. One to HEAD has no body, whatever its length."""
+        """Read the next response, interim ones (100 Continue) included. A response to HEAD has no body, whatever its
+        length."""
         raw = line = self._stream.readline()
         assert line, "closed without an answer"
         headers: dict[str, str] = {}
@@ -118,7 +119,7 @@ class Connection:
         return Answer(raw + body, version, int(status), headers, body)
 
     def closed(self) -> bool:
-        """Waits for the server to close the connection; False if it sends something before."""
+        """Wait until the server closes the connection; return False if it sends something first."""
         try:
             return self._stream.read(1) == b""
         except ConnectionResetError:
@@ -126,7 +127,7 @@ class Connection:
 
 
 def ask(url: str, *parts: bytes) -> Answer:
-    """The answer to bytes on a connection of their own."""
+    """Send bytes on a new connection and return the answer."""
     with Connection(url) as connection:
         for part in parts:
             connection.send(part)
@@ -134,7 +135,7 @@ def ask(url: str, *parts: bytes) -> Answer:
 
 
 def request(method: str, path: str, *headers: str, host: str | None = "localhost", body: bytes = b"") -> bytes:
-    """A well-formed request of HTTP/1.1."""
+    """Return a well-formed HTTP/1.1 request."""
     lines: Sequence[str] = [f"{method} {path} HTTP/1.1", *([f"Host: {host}"] if host is not None else []), *headers]
     if body:
         lines = [*lines, f"Content-Length: {len(body)}"]

@@ -1,11 +1,12 @@
-"""A process that dials a socket it has no business with, and prints what it got there.
+"""A process that connects to a socket without authorization and prints what it received.
 
     python stranger.py  < {"uid": null or N, "at": "unix:NAME" or "HOST:PORT", "how": "...", "say": [hex, ...]}
 
-``how``: ``raw`` sends the bytes as they are, ``greet`` sends the greeting of a peer that speaks CURVE and waits,
-``plain`` is a ZeroMQ dealer without keys, ``curve`` one with keys of its own making. Everything is imported before the
-process becomes another user, who may not be able to read this directory.
-Prints {"got": [hex, ...], "files": number of descriptors that came along, "dialled": whether somebody listened}.
+``how``: ``raw`` sends the bytes as they are, ``greet`` sends the greeting of a CURVE peer and waits, ``plain`` is a
+ZeroMQ dealer without keys, ``curve`` is one with newly made keys. Everything is imported before the process becomes
+another user, because that user may not be able to read this directory.
+
+Prints {"got": [hex, ...], "files": number of descriptors received, "dialled": whether the connection succeeded}.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import zmq
 
 WAIT_S = 1.5
 GREET_WAIT_S = 10.0
-"""A peer that does not hang up at once breaks the handshake off after two seconds."""
+"""Seconds. A peer that does not hang up at once aborts the handshake after two seconds."""
 MOST_BYTES = 1 << 16
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""The 64 bytes of ZMTP 3.0: signature, version, mechanism, no server, filler. A peer answers them with its own."""
+"""The 64-byte ZMTP 3.0 greeting: signature, version, mechanism, as-server flag (0), filler. A peer answers with its
+own."""
 
 
 def raw(at: str, say: list[bytes], wait_s: float = WAIT_S) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def raw(at: str, say: list[bytes], wait_s: float = WAIT_S) -> dict[str, Any]:
             dialled.connect(address)
         except OSError as error:
             return {"got": [], "files": 0, "dialled": False, "error": str(error)}
-        with contextlib.suppress(OSError):  # closed on us, perhaps behind an answer
+        with contextlib.suppress(OSError):  # the peer has closed the connection, perhaps after an answer
             for each in say:
                 dialled.sendall(each)
         try:
@@ -55,7 +57,7 @@ def raw(at: str, say: list[bytes], wait_s: float = WAIT_S) -> dict[str, Any]:
                 if not data:
                     break
                 got += data
-        except OSError:  # closed on us, or silent
+        except OSError:  # the peer has closed the connection, or sends nothing
             pass
     return {"got": [got.hex()] if got else [], "files": len(files), "dialled": True}
 

@@ -1,4 +1,4 @@
-"""A web page in a browser on this machine can neither call a route that needs no key, nor read what it shows."""
+"""A web page in a browser on this machine can neither call a route that needs no key nor read its answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module", params=["keyless", "admin_only"])
 def open_server(request: pytest.FixtureRequest) -> Server:
-    """One whose /v1 needs no key."""
+    """A server whose /v1 needs no key."""
     server: Server = request.getfixturevalue(request.param)
     return server
 
@@ -118,7 +118,7 @@ def test_an_absolute_target_counts_as_a_host(open_server: Server) -> None:
 
 
 def test_a_host_is_missing_only_in_http_1_0(open_server: Server) -> None:
-    """No browser speaks it."""
+    """Browsers do not use HTTP/1.0."""
     assert open_server.ask(b"GET /v1/models HTTP/1.0\r\n\r\n").status == 200
     assert open_server.ask(b"GET /v1/models HTTP/1.0\r\nHost: evil.example\r\n\r\n").code == "forbidden_origin"
     assert open_server.ask(request("GET", "/v1/models", host=None)).code == "malformed_request"

@@ -1,4 +1,4 @@
-"""Web pages of the origins that ``--allowed-origins`` names, and no others, may call and read."""
+"""Only web pages of the origins in ``--allowed-origins`` may call the API and read its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that spell control tokens in every string of a chat: the prompt has no more of them than without."""
+"""Control tokens spelled in any string of a chat are text: they add no control token to the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.security.outside import ask, coordinator, request
 pytestmark = pytest.mark.e2e
 
 CONTROL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-"""Of the built-in model."""
+"""Control tokens of the built-in model."""
 HARMLESS = "qqq"
 DECLARED = ("<end_of_turn>", "[SYS]", "<eot>", "<turn>")
 """Control tokens that ``tokenizer.json`` does not mark."""
@@ -31,7 +31,7 @@ SHOWS_ALL = """
 {%- for key, value in tool.function.parameters.properties | items %}{{ key ~ value.enum | join }}{% endfor %}
 {%- endfor %}{{ mood }}{{ extra }}{{ extra | default({}) | tojson }}{{ reasoning_effort }}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-"""A chat template that writes every string of a request, some of them where they complete a control token."""
+"""A chat template that writes every string of a request, some of them so that they complete a control token."""
 
 
 @pytest.fixture(scope="module", params=["own template", "a template that shows all"])
@@ -62,14 +62,14 @@ def control(url: str) -> set[int]:
 
 
 def control_tokens(url: str) -> set[int]:
-    """Ids of control tokens, as a prompt that is not a chat may have them."""
+    """Return the ids of the control tokens, from prompts that are not chats, which may contain them."""
     spelled = {text: tokens(url, prompt=text, add_special_tokens=False) for text in CONTROL}
     assert all(len(ids) == 1 for ids in spelled.values()), spelled
     return {ids[0] for ids in spelled.values()}
 
 
 def everywhere(text: str) -> dict[str, Any]:
-    """A chat with ``text`` in every place in which a client may put a string."""
+    """Return a chat with ``text`` in every place in which a client may put a string."""
     nested = {text: [text, {text: text, "x": [[text]]}], "x": 1}
     call = {"id": text, "type": "function", "function": {"name": text, "arguments": json.dumps(nested)}}
     parts = [{"type": kind, "text": text} for kind in ("text", "input_text", "output_text")]
@@ -131,7 +131,7 @@ def test_roles_that_are_not_roles_are_refused(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def declaring_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a coordinator whose model has the tokens DECLARED."""
+    """The URL of a coordinator whose model has the control tokens DECLARED."""
     directory = fake_checkpoint(tmp_path_factory.mktemp("declared"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in DECLARED])
@@ -162,7 +162,7 @@ def test_control_tokens_that_other_files_name_are_text(declaring_url: str, text:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """``tandem up`` with the built-in model and the template that shows all."""
+    """``tandem up`` with the built-in model and the template SHOWS_ALL."""
     directory: Path = tmp_path_factory.mktemp("served")
     (directory / "all.jinja").write_text(SHOWS_ALL)
     flags = ("--port", "0", "--control-port", "0", "--chat-template", directory / "all.jinja", *SMALL)
@@ -171,7 +171,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def chat(text: str) -> dict[str, Any]:
-    """A short chat with ``text`` in the fields of every kind."""
+    """Return a short chat with ``text`` in fields of every kind."""
     function = {"name": text, "description": text, "parameters": {"type": "object", "properties": {}}}
     return {
         "messages": [
@@ -187,7 +187,7 @@ def chat(text: str) -> dict[str, Any]:
 
 
 def pieces(url: str, control: set[int], body: dict[str, Any]) -> tuple[list[int], list[str]]:
-    """The control tokens of the prompt that a worker computed, and the texts before, between and behind them."""
+    """Return the control tokens of the prompt that a worker computed, and the texts before, between and after them."""
     answer = post(url, "/v1/chat/completions", max_tokens=1, return_token_ids=True, **body)
     steering: list[int] = []
     between: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""Bodies and headers beyond the limits, and protocols that are not spoken: refused at once, in our shape."""
+"""Oversized bodies and headers, and unsupported protocols, are rejected at once with an error in the usual shape."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.security.outside import Connection, ask, coordinator, memory, process
 
 LIMIT = 64 << 10
 AT_ONCE_S = 5.0
-"""On a machine that is busy with other things; before, it was client_timeout and 10 s."""
+"""Seconds within which a rejection must come, on a busy machine."""
 GENERATE = "/v1/completions"
 MIB = 1 << 20
 HEAD = 64 << 10
-"""Bytes that the request line and all headers may have together."""
+"""Most bytes of the request line and all headers together."""
 KEY = new_key()
 
 
@@ -47,7 +47,7 @@ def test_a_body_that_announces_too_much_is_refused_before_it_comes(server: Syste
         with Connection(server.url) as connection:
             began = time.monotonic()
             connection.send(_post(f"Content-Length: {length}", *expect, path=path))
-            answer = connection.answer()  # 413 and not 100
+            answer = connection.answer()  # 413, not 100
             assert time.monotonic() - began < AT_ONCE_S
             assert answer.status == 413 and answer.code == "request_too_large"
             assert answer.headers["connection"] == "close"
@@ -90,7 +90,7 @@ def test_a_key_is_asked_for_before_a_body(server: System) -> None:
 def test_a_body_that_is_wanted_is_asked_for_once(server: System) -> None:
     body = b'{"prompt": 1}'
     with Connection(server.url) as connection:
-        for _ in range(2):  # and the connection is kept
+        for _ in range(2):  # the connection is kept
             connection.send(_post(f"Content-Length: {len(body)}", "Expect: 100-Continue"))
             assert connection.answer().status == 100
             connection.send(body)
@@ -147,7 +147,8 @@ def test_compressed_bodies_are_not_unpacked(server: System, encoding: str) -> No
 
 
 def _bomb(gibibytes: int) -> bytes:
-    """That much of zeros in a thousandth of it, quick to make: members of a gzip file may follow each other."""
+    """Return a gzip file that unpacks to ``gibibytes`` GiB of zeros, about a thousand times its size. It repeats one
+    gzip member, which makes it quick to create."""
     packer = zlib.compressobj(9, wbits=31)
     return (packer.compress(bytes(16 * MIB)) + packer.flush()) * (64 * gibibytes)
 
@@ -174,7 +175,8 @@ SMALL_CHUNKS = {
     "dropped: no body wanted": (request("GET", "/health"), {400, 200}),
     "behind another request": (request("GET", "/health") + _post(), {200}),
 }
-"""Heads of requests, and statuses of the first answer: that of the handler if it has one before chunks are too many."""
+"""Request heads, and the statuses allowed for the first answer: the handler may answer before there are too many
+chunks."""
 
 
 @pytest.mark.parametrize("place", SMALL_CHUNKS)
@@ -182,7 +184,8 @@ def test_a_body_of_many_small_chunks_is_refused_and_costs_others_no_time(tmp_pat
     heads, statuses = SMALL_CHUNKS[place]
     with coordinator(tmp_path, "--api-key", KEY) as system, Connection(system.url) as attacker:
         before = processor_seconds(system)
-        with contextlib.suppress(ConnectionError):  # what still comes is dropped for a while, and then refused
+        # further bytes are discarded for a while, then the server closes the connection
+        with contextlib.suppress(ConnectionError):
             attacker.send(heads[:-2] + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 500_000)
         assert attacker.answer().status in statuses
         if place == "behind another request":
@@ -233,7 +236,7 @@ def test_a_target_of_which_no_request_can_be_made_is_refused_on_a_used_connectio
 
 
 def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
-    """A sender that goes on is read for a moment, so that it sees why, and not for ever."""
+    """The server reads on for a moment, so that the sender can read the answer, but not for ever."""
     parts = urlsplit(server.url)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as sender:
         sender.sendall(_post("Content-Length: 99000000000"))
@@ -262,7 +265,7 @@ def test_other_versions_than_those_spoken_are_refused_in_one_that_is(server: Sys
 
 
 def _headers(size: int) -> list[str]:
-    """Headers of ``size`` bytes together, none of which is too long by itself."""
+    """Return headers of ``size`` bytes together, none of which is too long by itself."""
     lines = []
     while size > 0:
         name = f"x-{len(lines)}: "
@@ -330,7 +333,7 @@ def test_headers_without_end_fill_no_memory(server: System) -> None:
 
 def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
     for count, status in ((128, 401), (129, 400)):
-        headers = (f"x-{at}: y" for at in range(count - 1))  # and Host
+        headers = (f"x-{at}: y" for at in range(count - 1))  # Host is one more
         assert ask(server.url, request("GET", "/v1/models", *headers)).status == status
 
 
@@ -415,7 +418,7 @@ def test_heads_that_stay_unfinished_are_bounded_together_and_others_are_served(t
                 connection.send(request("GET", "/health")[-10:])
                 assert connection.answer().status == 200
             open_ones.close()
-            with Connection(system.url) as connection:  # the budget is given back
+            with Connection(system.url) as connection:  # the closed connections' share of the budget is free again
                 connection.send(head[:-2])
                 time.sleep(0.05)
                 connection.send(head[-2:])

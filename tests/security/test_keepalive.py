@@ -1,4 +1,4 @@
-"""A stream that is silent for longer than proxies wait: what keeps it alive must not spoil what clients read."""
+"""A stream that is silent for longer than proxies wait is kept alive, without breaking what clients read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONTROL = re.compile(r"workers at tcp://\S*?:(\d+)\b")
 
 
 class LoadClient:
-    """Reads as ``vllm bench serve`` does: strips each chunk, splits at two line breaks, and takes off ``data: ``."""
+    """Reads like ``vllm bench serve``: strips each chunk, splits at blank lines and removes ``data: ``."""
 
     def __init__(self) -> None:
         self.buffer, self.events = "", list[Any]()
@@ -68,7 +68,7 @@ async def test_a_load_client_reads_every_event_of_a_stream_that_was_silent(
         system = System(first, System._find_url(first))
         found = _CONTROL.search(first.text)
         assert found, first.text
-        for role in ("prefill", "decode"):  # no launcher, which would replace a worker that hangs
+        for role in ("prefill", "decode"):  # started without a launcher, which would replace the worker that hangs
             words = [role, model, "--coordinator", f"127.0.0.1:{found[1]}", *named, *SMALL]
             processes.append(Process.start(tmp_path / f"{role}.log", *words))
         hung = processes[-1].popen.pid

@@ -1,4 +1,4 @@
-"""Files with keys that others could read or change are refused, in words; pipes are taken."""
+"""Key files that others could read or change are rejected with a reason; pipes are accepted."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def _file(directory: Path, key: str, mode: int) -> Path:
 
 
 def _start(*words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Loads a configuration, as the start of every command does."""
+    """Load a configuration, as every command does at its start."""
     return tandem("config", *words, before=before)
 
 
 def _start_as_nobody(groups: list[int], *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same as another user, who keeps root's right to read files: the installation may be open to root alone."""
+    """Do the same as another user that keeps root's right to read files: the installation may be readable by root
+    only."""
     right = "+dac_override"
     before = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", f"--inh-caps={right}", f"--ambient-caps={right}"]
     before.append(f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups")
@@ -50,7 +51,7 @@ def _refused(done: subprocess.CompletedProcess[str], path: Path, why: str, todo:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory that another user can enter; those that pytest makes are in closed ones."""
+    """A directory that another user can enter; pytest's own are not open to others."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         path.chmod(0o755)
@@ -93,7 +94,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     [
         (0o440, 2000, [2000], True),  # a Kubernetes secret with fsGroup and defaultMode 0440
         (0o640, 2000, [2000], True),
-        (0o644, 2000, [2000], False),  # the same with the default mode
+        (0o644, 2000, [2000], False),  # the same with Kubernetes' default mode
         (0o444, 0, [], False),
         (0o660, 2000, [2000], False),
         (0o440, NOBODY, [], True),
@@ -171,7 +172,7 @@ def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
 
 @contextmanager
 def _with_pipe(directory: Path, key: str, *words: str) -> Iterator[str]:
-    """The URL of a server that was started with ``--api-key-file <(printf KEY)``."""
+    """Start a server with ``--api-key-file <(printf KEY)`` and yield its URL."""
     reading, writing = os.pipe()
     os.write(writing, f"{key}\n".encode())
     os.close(writing)
@@ -209,7 +210,7 @@ def test_a_named_pipe_is_read_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("coordinator",), ("up", "--colocated", "1", *SMALL)], ids=["coordinator", "up"])
 def test_a_pipe_of_the_shell_is_read_once(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Also where the process that serves is a child of the one that was given the pipe."""
+    """With ``up``, the process that serves is a child of the one that received the pipe."""
     key = new_key()
     with _with_pipe(tmp_path, key, *words) as url:
         assert _opens(url, key)

@@ -1,4 +1,4 @@
-"""``tandem bench serve`` against a server that closes the connections which it keeps: no request fails by that."""
+"""``tandem bench serve`` against a server that closes kept connections: no request may fail because of that."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ REQUESTS = 6
 
 
 class Server:
-    """Answers one completion on each connection; of the next one there it reads the headers, and closes as ``closing``
-    says: with a ``reset``, with the ``end`` of the connection, or with that after one ``byte`` of an answer."""
+    """Answers one completion per connection. For a second one on the same connection it reads only the headers, then
+    closes as ``closing`` says: with a ``reset``, with an orderly ``end``, or with an orderly end after one ``byte`` of
+    an answer."""
 
     def __init__(self, closing: str) -> None:
         self.closing, self.completions = closing, 0
@@ -51,7 +52,7 @@ class Server:
                 linger = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             else:
-                await reader.readexactly(_length(head))  # or the kernel would send a reset
+                await reader.readexactly(_length(head))  # with unread data the kernel would send a reset
             if self.closing == "byte":
                 writer.write(b"H")
         writer.close()
@@ -64,13 +65,13 @@ class Server:
 
 
 def _length(head: bytes) -> int:
-    """Of the body."""
+    """Return the length of the body."""
     found = re.search(rb"(?i)content-length: *(\d+)", head)
     return int(found[1]) if found else 0
 
 
 async def bench(url: str, log: Path) -> str:
-    """What the command prints about requests that are sent one after another."""
+    """Return the output of ``tandem bench serve`` with requests sent one after another."""
     words = "--num-warmups 0 --random-input-len 4 --random-output-len 4 --max-concurrency 1".split()
     process = Process.start(log, "bench", "serve", "--url", url, "--num-prompts", str(REQUESTS), *words)
     try:

@@ -1,4 +1,5 @@
-"""Malformed requests: no byte of them in a log or in an answer, no flood of log lines, and no key from a command."""
+"""Malformed requests put none of their bytes into a log or an answer and cause no flood of log lines; no command shows
+a key."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.security.outside import Connection, ask, coordinator, request
 
 STORM = 10_000
 MOST_LINES = 4
-"""Of a storm: the first, one per ten seconds, and one at the end."""
+"""Most log lines of a storm: the first, one per ten seconds, and one at the end."""
 
 
 @dataclass
@@ -144,7 +145,7 @@ def test_clients_that_hang_up_are_a_handful_of_lines_with_a_count_and_without_th
 
 
 def _span_s(lines: list[str]) -> float:
-    """Seconds from the first of these log lines to the last."""
+    """Return the seconds from the first of these log lines to the last."""
     clocks = [line[:8].split(":") for line in (lines[0], lines[-1])]
     first, last = (int(hour) * 3600 + int(minute) * 60 + int(second) for hour, minute, second in clocks)
     return (last - first) % 86_400

@@ -1,4 +1,5 @@
-"""More connections than files may be open: those that are served stay, the others hear why, and the operator does."""
+"""More connections than the open-file limit allows: existing clients stay served, further ones get an error, and the
+log says why."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def system(tmp_path: Path) -> Iterator[System]:
 
 
 def bound(system: System, files: int) -> None:
-    """Lets ``system`` open no more than ``files``."""
+    """Limit ``system`` to ``files`` open files."""
     hard = resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE)[1]
     resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE, (files, hard))
 
@@ -73,7 +74,8 @@ def test_a_limit_that_is_met_without_a_connection_is_told(system: System) -> Non
     process = psutil.Process(system.process.popen.pid)
 
     def leave_none() -> None:
-        """Again and again: a file that was open a moment ago, as that of an earlier connection, may be closed."""
+        """Lower the limit to the files that are open now. This is repeated because a file that was counted, such as an
+        earlier connection, may be closed meanwhile."""
         bound(system, process.num_fds())
 
     assert re.search(r"connections are reset \(.*open files\)", wait_for_line(system, leave_none))

@@ -1,4 +1,4 @@
-"""Answers larger than their requests, and answers that nobody reads: neither fills the coordinator's memory."""
+"""Neither answers larger than their requests nor unread answers fill the coordinator's memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 TOKENS = 600_000
 LONG_TOKEN = 3
-"""``<|assistant|>`` of :mod:`tests.fakes.checkpoint`."""
+"""The id of ``<|assistant|>`` in :mod:`tests.fakes.checkpoint`."""
 MOST_BODY = 8 << 20
 CLIENT_TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """A coordinator alone, of a model whose context is longer than any body."""
+    """A coordinator without workers, whose model has a context longer than any body."""
     directory: Path = tmp_path_factory.mktemp("repeated")
     model = fake_checkpoint(directory / "model")
     config = json.loads((model / "config.json").read_text())
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def _cut(server: System) -> float:
-    """How many clients were cut as they did not read."""
+    """Return how many clients were disconnected because they did not read."""
     page = ask(server.url, request("GET", "/metrics", "Connection: close")).body.decode()
     found = re.search(r'^tandem_clients_cut_off_total\{while="reading"\} (\S+)', page, re.MULTILINE)
     return float(found[1]) if found else 0.0
@@ -64,7 +64,7 @@ def test_who_takes_nothing_of_an_answer_is_cut(server: System, path: str, asked:
         until = time.monotonic() + scaled(20)
         while _cut(server) == before:
             assert time.monotonic() < until, "it is still there"
-            time.sleep(0.1)  # another process is asked again and again
+            time.sleep(0.1)  # polls another process
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"return_token_ids": True}])

@@ -1,4 +1,4 @@
-"""A coordinator that starts: requests wait a moment for workers that are there already, and no longer."""
+"""After a coordinator's start, requests wait a moment for running workers to join, and no longer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.security.outside import coordinator
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 HELD_S = 3.0
-"""After the start of a coordinator."""
+"""Seconds after a coordinator's start for which requests wait for workers."""
 LATE_S = 1.0
-"""Allowance for the machine."""
+"""Seconds of allowance for the machine."""
 HELLO = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 _CONTROL = re.compile(r"workers at tcp://\S*?:(\d+)\b")
 
 
 async def until_it_listens(client: Client) -> None:
-    """Waits until the coordinator accepts connections."""
+    """Wait until the coordinator accepts connections."""
     deadline = time.monotonic() + READY_S
     while True:
         try:
@@ -40,7 +40,7 @@ async def until_it_listens(client: Client) -> None:
 
 
 async def ask(client: Client) -> tuple[int, str | None, float]:
-    """(status, code of the error, seconds until it was answered)."""
+    """Return (status, error code, seconds until the answer)."""
     began = time.monotonic()
     async with await client.post("/v1/completions", **HELLO) as response:
         body = await response.json()
@@ -99,7 +99,7 @@ async def test_a_coordinator_that_its_launcher_starts_again_does_so(
 
 
 async def one_is_refused(client: Client, requests: int) -> list[asyncio.Task[tuple[int, str | None, float]]]:
-    """Sends one request more than the queue has places for; returns those that wait."""
+    """Send one request more than the queue has places for; return those that wait."""
     asked = [asyncio.create_task(ask(client)) for _ in range(requests)]
     refused, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
     assert [task.result()[:2] for task in refused] == [(429, "server_is_overloaded")]
@@ -115,7 +115,7 @@ async def test_without_workers_requests_wait_for_three_seconds_after_the_start_a
         async with system.client() as client:
             gone, held = await one_is_refused(client, 3)
             gone.cancel()
-            while (answer := await ask(client))[0] == 429:  # until the place of the client that has gone is free
+            while (answer := await ask(client))[0] == 429:  # until the place of the cancelled request is free
                 pass
             for status, code, _ in (answer, await held):
                 assert (status, code) == (503, "no_decode_workers")

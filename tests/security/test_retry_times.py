@@ -1,4 +1,4 @@
-"""Clients with the openai client's retries at one and a half times the capacity: almost all of them are served."""
+"""At one and a half times the capacity, clients that retry like the openai client are almost all served."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from tests.security.outside import ask, coordinator, request
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 MAX_RETRIES, MAX_RETRY_AFTER_S = 2, 60.0
-"""Defaults of the openai client (3.57.0, ``_base_client.py``: ``_should_retry``, ``_calculate_retry_timeout``), which
-obeys a retry time of up to a minute, since 3.0 of up to two."""
+"""Defaults of the openai client (3.57.0, ``_base_client.py``: ``_should_retry``, ``_calculate_retry_timeout``). It
+obeys retry times of up to one minute, since 3.0 of up to two; the smaller bound is used here."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 SLOTS, QUEUE = 5, 3
-"""A worker for four sequences is sent one more."""
+"""The coordinator sends a worker for four sequences one request more."""
 TOKENS = 500
-"""Of each answer, which takes about two seconds: a server that assumes less sees three tries of a client go by."""
+"""Tokens of each answer, about two seconds of work: if the server assumed less, a client would use up its three
+tries."""
 
 
 def delay_s(headers: dict[str, str], retries: int) -> float:
-    """How long the client waits before retry number ``retries`` + 1."""
+    """Return the seconds that the client waits before retry number ``retries`` + 1."""
     for name, divisor in (("retry-after-ms", 1000), ("retry-after", 1)):
         if name in headers:
             asked_s = float(headers[name]) / divisor
@@ -40,7 +41,7 @@ def delay_s(headers: dict[str, str], retries: int) -> float:
 
 
 async def send(session: aiohttp.ClientSession, prompt: list[int], refusals: list[dict[str, str]]) -> int:
-    """The status that is left after the retries; ``refusals`` collects the headers of each 429."""
+    """Return the final status after the retries; ``refusals`` collects the headers of each 429."""
     fields = {"model": System.name, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     for retries in range(MAX_RETRIES + 1):
         counted = {"x-stainless-retry-count": str(retries)}
@@ -83,13 +84,14 @@ async def test_two_retries_are_enough_at_one_and_a_half_times_the_capacity(
 
 
 def test_clients_that_are_refused_together_are_not_to_come_back_together(tmp_path: Path) -> None:
-    """Without a worker the retry time is one second, before it is spread by up to 20 % in both directions."""
+    """Without a worker the retry time is one second, spread by up to 20 % in both directions."""
     body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
     with coordinator(tmp_path) as system:
         answers = [ask(system.url, request("POST", "/v1/completions", body=body)) for _ in range(100)]
     assert {answer.status for answer in answers} == {503}
     delays_ms = [int(answer.headers["retry-after-ms"]) for answer in answers]
-    assert 800 <= min(delays_ms) < 900 and 1100 < max(delays_ms) <= 1200  # else chance has missed a quarter 100 times
+    # fails by chance only if all 100 draws miss a quarter of the range
+    assert 800 <= min(delays_ms) < 900 and 1100 < max(delays_ms) <= 1200
     assert len(set(delays_ms)) > 20
     for answer, delay_ms in zip(answers, delays_ms, strict=True):
         assert int(answer.headers["retry-after"]) == math.ceil(delay_ms / 1000)

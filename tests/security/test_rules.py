@@ -1,4 +1,5 @@
-"""These tests are black boxes: no move of a file of the product can break them, and no helper of it can hide a hole."""
+"""Checks that the security tests are black boxes: moving the product's modules cannot break them, and no helper of the
+product can hide a hole."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ OWN = Path(__file__).parent
 ROOMS = ("common", "coordinator", "prefill", "decode", "kvtransfer", "deploy", "bench")
 BY_NAME = ("importlib", "runpy")
 HELPERS = ("tests.e2e.spawner", "tests.e2e.system", "tests.leaked_keys", "tests.pace", "tests.fakes.checkpoint")
-"""Beside those of this folder. The first two are where it is known how a ``tandem`` command is started."""
+"""Allowed helpers outside this folder. The first two know how a ``tandem`` command is started."""
 _SAID = re.compile(rf"\b(from|import)\s+({'|'.join(ROOMS)})\b|\b({'|'.join(ROOMS)})\.(?!log\b)[a-z_]+")
-"""A module of the product in a text: what another process is to run."""
+"""Matches a module of the product in a string, which another process could be made to run."""
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported; of ``from a import b`` also ``a.b``, which may be one."""
+    """Yield every imported module; for ``from a import b`` also ``a.b``, which may be one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -30,7 +31,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def strange(source: str) -> list[str]:
-    """What ``source`` uses of the product's inside, or of other tests."""
+    """Return what ``source`` uses of the product's internals or of other tests."""
     tree = ast.parse(source)
     found = []
     for name in imported(tree):

@@ -1,8 +1,8 @@
-"""Who has no business with a running ``tandem up``: another user of the machine, a process without the right key, and
-one with a right key that says it is a worker that lives.
+"""Unauthorized peers of a running ``tandem up``: another user of the machine, a process without the right key, and one
+with a right key that takes the name of a running worker.
 
-Tests as another user need root, from which a process can become one; the same attacks without keys by a process of this
-user run everywhere.
+The tests as another user need root, because only root can become one; the same attacks without keys, by a process of
+this user, run everywhere.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ LOG_EVERY_S = 10.0
 _LISTENS = 0x10000
 _DIGEST_BYTES = 8
 _GREETING_BYTES = 64
-"""What ZMTP says of itself before it knows who is there: a signature, a version and a mechanism."""
+"""The part of ZMTP that is sent before the peer is authenticated: signature, version and mechanism."""
 
 
 # -- what strangers do ------------------------------------------------------------------------------------------------
 
 
 def hello(**changes: Any) -> bytes:
-    """The golden Hello of decode-0, as any version of this protocol says it."""
+    """Return the golden Hello of decode-0, with another ``protocol`` version if given."""
     row = msgpack.unpackb(bytes.fromhex(GOLDEN["messages"]["hello"])[_DIGEST_BYTES:])
     row[1] = changes.get("protocol", GOLDEN["protocol"])
     packed = msgpack.packb(row)
@@ -57,21 +57,21 @@ def hello(**changes: Any) -> bytes:
 
 
 def zmtp(message: bytes) -> bytes:
-    """All that a ZeroMQ dealer without keys says, in one go, whatever it is answered."""
+    """Return everything that a ZeroMQ dealer without keys sends, in one piece, whatever the answers are."""
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x0edecode-0|a|b|c"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     return greeting + bytes([4, len(ready)]) + ready + bytes([2]) + len(message).to_bytes(8, "big") + message
 
 
 def another_user() -> int:
-    """The id of a user that is not this one; skips where a process cannot become one."""
+    """Return the id of another user; skip the test where a process cannot become one."""
     if os.geteuid() != 0:
         pytest.skip("only root can start a process of another user")
     return pwd.getpwnam("nobody").pw_uid
 
 
 def dial(at: str, how: str, uid: int | None) -> dict[str, Any]:
-    """What a stranger gets at a socket."""
+    """Run stranger.py at a socket and return what it received."""
     old = GOLDEN["protocol"] + 1
     say = [zmtp(hello())] if how == "raw" else [hello(), hello(protocol=old)]
     incarnation = msgpack.unpackb(bytes.fromhex(GOLDEN["messages"]["hello"])[_DIGEST_BYTES:])[3]
@@ -91,9 +91,8 @@ def dial(at: str, how: str, uid: int | None) -> dict[str, Any]:
 
 
 def listening(system: System) -> dict[str, str]:
-    """Every address at which a process of this system listens, as ``unix:NAME`` or ``127.0.0.1:PORT``, and who it is: a
-    worker, the coordinator, the launcher (``up``), or something else. A Unix socket that takes datagrams counts as one
-    that listens."""
+    """Return who listens at each address (``unix:NAME`` or ``127.0.0.1:PORT``) of this system: a worker, the
+    coordinator, the launcher (``up``) or something else. A Unix datagram socket counts as listening."""
     sockets = sockets_of(system.process)
     http = sockets[system.url.removeprefix("http://")]
     names = {system.process.popen.pid: "up", http: "coordinator"} | {pid: name for name, pid in workers(system).items()}
@@ -101,7 +100,7 @@ def listening(system: System) -> dict[str, str]:
 
 
 def sockets_of(process: Process) -> dict[str, int]:
-    """The process that listens, by address."""
+    """Return the listening process by address."""
     process.look_around()
     inodes: dict[str, int] = {}
     for pid in process.family:
@@ -132,7 +131,7 @@ def sockets_of(process: Process) -> dict[str, int]:
 
 
 def ask(system: System, path: str, body: Any = None) -> tuple[dict[str, str], Any]:
-    """Headers and JSON body of the answer; AssertionError unless it is 200."""
+    """Return headers and JSON body of the answer; AssertionError unless the status is 200."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     try:
@@ -144,12 +143,12 @@ def ask(system: System, path: str, body: Any = None) -> tuple[dict[str, str], An
 
 
 def workers(system: System) -> dict[str, int]:
-    """The process of each worker that is ready, by name."""
+    """Return the process id of each ready worker, by name."""
     return {each["id"]: each["pid"] for each in ask(system, "/admin/workers")[1]["workers"] if each["state"] == "ready"}
 
 
 def chat(system: System) -> str:
-    """The decode worker that answered."""
+    """Send a chat and return the decode worker that answered."""
     messages = [{"role": "user", "content": f"Hello {time.monotonic_ns()}"}]
     headers, answer = ask(system, "/v1/chat/completions", {"model": "model", "messages": messages, "max_tokens": 4})
     assert answer["choices"][0]["message"]["content"]
@@ -169,12 +168,13 @@ def until(condition: Callable[[], object], process: Process, what: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def spawner() -> None:
-    """None: how keys are handed to children, and what children show, is looked at as an operator has it."""
+    """No spawner: workers are started as an operator starts them, because these tests look at how keys reach child
+    processes and what those expose."""
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """A plain ``tandem up`` with keys for its clients."""
+    """A plain ``tandem up`` with client keys."""
     directory = tmp_path_factory.mktemp("up")
     (directory / "keys").write_text(KEY + "\n")
     (directory / "keys").chmod(0o600)
@@ -184,8 +184,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def test_every_socket_that_listens_is_known(system: System) -> None:
-    """Who adds one says here how it knows its peers: HTTP asks for a key, control (two) and KV speak CURVE, and the
-    pool is shown to processes of the same user, whom the kernel names."""
+    """A new listening socket must be added here, with the way it authenticates peers: HTTP requires a key, control (two
+    sockets) and KV use CURVE, and the pool is passed only to processes of the same user, by the kernel's peer
+    credentials."""
     found = Counter((label, at.startswith("unix:")) for at, label in listening(system).items())
     known = {("coordinator", False): 2, ("coordinator", True): 1, ("decode-0", False): 1, ("prefill-0", True): 1}
     assert found == known
@@ -199,7 +200,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
     http = system.url.removeprefix("http://")
     sockets = {at: label for at, label in listening(system).items() if at != http}
     attacks = [(at, how) for at in sockets for how in ("raw", "greet", "plain", "curve")]
-    if uid is None:  # the pool is this user's
+    if uid is None:  # a process of this user may have the pool
         attacks = [each for each in attacks if sockets[each[0]] != "prefill-0"]
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda attack: dial(*attack, uid), attacks))
@@ -211,7 +212,8 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
             assert len(got) <= _GREETING_BYTES and got[:1] in (b"", b"\xff"), where
         elif how == "raw" and uid is None:
             assert len(got) <= _GREETING_BYTES, where
-        elif how == "greet" and (uid is None or not at.startswith("unix:")):  # elsewhere the kernel says who it is
+        # on a Unix socket the kernel's peer credentials reject another user first
+        elif how == "greet" and (uid is None or not at.startswith("unix:")):
             assert len(got) == _GREETING_BYTES and got[:1] == b"\xff", where
         else:
             assert not got, where
@@ -226,7 +228,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
 
 
 def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: System) -> None:
-    """The oracle of the test above: what it says is refused is there."""
+    """Shows that the test above can fail: a process of this user does receive the pool's descriptor."""
     (door,) = (at for at, label in listening(system).items() if label == "prefill-0")
     assert dial(door, "raw", None)["files"] == 1
 
@@ -235,7 +237,7 @@ def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: System) 
 
 
 def external(directory: Path, system: System, keys: Path, name: str, *flags: str) -> Process:
-    """A decode worker that is no child of the launcher."""
+    """Start a decode worker that is not a child of the launcher."""
     found = re.search(r"workers at tcp://(\S+)", system.process.text)
     assert found is not None, system.process.text
     words = ["decode", "--coordinator", found[1], "--name", name, "--cluster-key-file", keys, *SMALL, *flags]
@@ -243,13 +245,13 @@ def external(directory: Path, system: System, keys: Path, name: str, *flags: str
 
 
 def shown(processes: Sequence[psutil.Process]) -> bytes:
-    """All that ``ps`` shows of these."""
+    """Return everything that ``ps`` shows of these processes: command lines and environments."""
     tables = (Path(f"/proc/{each.pid}/{table}") for each in processes for table in ("cmdline", "environ"))
     return b"".join(table.read_bytes() for table in tables)
 
 
 def test_a_worker_with_a_key_joins_and_takes_nobodys_name(tmp_path: Path) -> None:
-    """Workers that the launcher has not started: one of a name of its own, and one that says it is decode-0."""
+    """Two workers not started by the launcher: one with a new name, and one that calls itself decode-0."""
     host, keys = own_address(), keygen(tmp_path / "cluster.key")
     (tmp_path / "keys").write_text(KEY + "\n")
     (tmp_path / "keys").chmod(0o600)

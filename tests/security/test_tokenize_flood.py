@@ -1,4 +1,4 @@
-"""Long texts for the tokenizer, from clients that hang up: nobody else waits for them, and memory stays small."""
+"""Clients that send long texts to the tokenizer and hang up neither delay other clients nor fill the memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MIB = 1 << 20
 BODY = 7 * MIB
 MOST_RSS = 400 * MIB
 MOST_LATER_S = 0.5
-"""How much later the median call of others may be; under the attack of ONE_PROMPT the slowest one, too."""
+"""Most seconds by which the median call of other clients may be delayed; under ONE_PROMPT the slowest one, too."""
 WORST_LATER_S = 3.0
-"""The slowest call of others under any attack."""
+"""Most seconds by which the slowest call of other clients may be delayed under any attack."""
 MOST_SCALE = 4.0
-"""A slower machine may take longer in proportion, but no more than so many times."""
+"""The largest factor by which the bounds above grow on a slower machine."""
 ONE_PROMPT = "one prompt"
 """Four clients with a prompt of 7 MiB each."""
 ASKED_S, LEAST_CALLS = 2.0, 8
@@ -43,7 +43,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def long_text(chars: int) -> str:
-    """Text that is not the same word again and again."""
+    """Return text that does not repeat one word."""
     words = PROSE.split()
     dice = random.Random(7)
     text = " ".join(dice.choice(words) + str(dice.randrange(1000)) for _ in range(20_000))
@@ -60,35 +60,36 @@ def call_with(arguments: str, count: int = 1) -> dict[str, Any]:
 
 
 def calls_of_lists() -> dict[str, Any]:
-    """Tool calls whose arguments have as many lists as one body may have, each."""
+    """Return tool calls, each with as many lists in its arguments as one body may have."""
     lists = "[" * 60 + "]" * 60
     arguments = '{"x":[' + ",".join([lists] * (131_000 // 60)) + "]}"
     return call_with(arguments, BODY // len(arguments))
 
 
 def deep_numbers(count: int) -> bytes:
-    """A body with a tool in which ``count`` numbers stand so deep that each of them, on a line of its own, has some 240
-    characters."""
+    """Return a body with a tool that contains ``count`` numbers, nested so deeply that an indenting template writes
+    each on a line of its own of about 240 characters."""
     numbers = b"[" * 57 + b",".join([b"1"] * count) + b"]" * 57
     tool = b'{"type": "function", "function": {"name": "f", "parameters": {"x": ' + numbers + b"}}}"
     return json.dumps(chat_of("x"))[:-1].encode() + b', "tools": [' + tool + b"]}"
 
 
 def array(item: str) -> bytes:
-    """A body with a JSON array of ``item``, as often as there is room."""
+    """Return a body with a JSON array that repeats ``item`` as often as there is room."""
     start = json.dumps(chat_of("x"))[:-1].encode() + b', "chat_template_kwargs": {"x": ['
     return start + b",".join([item.encode()] * (BODY // (len(item) + 1))) + b"]}}"
 
 
 def keys(count: int) -> bytes:
-    """A body with an object of ``count`` members and a colon in a string, so that keys are looked at one by one."""
+    """Return a body with an object of ``count`` members and a colon in a string, so that keys are checked one by
+    one."""
     members = b",".join(b'"%06d":1' % number for number in range(count))
     return json.dumps(chat_of("a:b"))[:-1].encode() + b', "chat_template_kwargs": {"x": {' + members + b"}}}"
 
 
 def attacks() -> dict[str, tuple[str, bytes]]:
-    """Path and body of each way to send much. The first six are long texts, which a context may have room for; of the
-    last two more becomes when they are read."""
+    """Return path and body of each attack. The first LONG_TEXTS are long texts that a context may have room for; the
+    last GROWING become larger when they are parsed or rendered."""
     text = long_text(BODY)
     tool = {"type": "function", "function": {"name": "f", "description": text}}
     plain: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,7 +118,7 @@ def attacks() -> dict[str, tuple[str, bytes]]:
 LONG_TEXTS, GROWING = 6, 2
 INDENTING = """{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}
 {% if tools %}{{ tools | tojson(indent=4) }}{% endif %}"""
-"""A chat template that writes tools as that of Llama 3.1 does."""
+"""A chat template that indents tools, as Llama 3.1's does."""
 
 
 @pytest.fixture(scope="module", name="attacks")
@@ -131,22 +132,22 @@ def raw(url: str, path: str, data: bytes) -> bytes:
 
 
 async def send_and_leave(url: str, request: bytes) -> None:
-    """Sends a whole request, and hangs up without waiting for its answer."""
+    """Send a whole request and hang up without waiting for its answer."""
     place = urlsplit(url)
     _, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
         writer.write(request)
         await writer.drain()
-        await asyncio.sleep(HUNG_UP_AFTER_S)  # the attack itself: the request has begun when its client leaves
+        await asyncio.sleep(HUNG_UP_AFTER_S)  # part of the attack: processing has begun when the client leaves
     except ConnectionError:
-        pass  # refused before all was sent
+        pass  # rejected before everything was sent
     finally:
         writer.close()
 
 
 @asynccontextmanager
 async def under_attack(url: str, *requests: bytes) -> AsyncIterator[None]:
-    """Some clients that send ``requests`` in turn for the duration of the block."""
+    """Run ATTACKERS clients that send ``requests`` in turn for the duration of the block."""
 
     async def attacker(first: int) -> None:
         at = first
@@ -156,7 +157,7 @@ async def under_attack(url: str, *requests: bytes) -> AsyncIterator[None]:
 
     tasks = [asyncio.create_task(attacker(first)) for first in range(ATTACKERS)]
     try:
-        await asyncio.sleep(2 * HUNG_UP_AFTER_S)  # requests that were left behind are there
+        await asyncio.sleep(2 * HUNG_UP_AFTER_S)  # until there are requests whose clients have left
         assert not [task for task in tasks if task.done()]
         yield
     finally:
@@ -166,7 +167,7 @@ async def under_attack(url: str, *requests: bytes) -> AsyncIterator[None]:
 
 
 def coordinator_of(system: System) -> psutil.Process:
-    """The process that answers at ``system.url``."""
+    """Return the process that listens at ``system.url``."""
     port = urlsplit(system.url).port
     mine = psutil.Process(system.process.popen.pid)
     listening = [
@@ -178,7 +179,7 @@ def coordinator_of(system: System) -> psutil.Process:
 
 
 class Watched:
-    """The most memory of a process while it is watched."""
+    """Peak resident bytes of a process while it is watched."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -202,7 +203,7 @@ class Watched:
 
 
 async def waiting_times(ask: Callable[[], Awaitable[None]]) -> list[float]:
-    """The times of calls of ``ask``, one after another for ASKED_S and at least LEAST_CALLS, in seconds."""
+    """Return the seconds of each call of ``ask``, one after another for ASKED_S and at least LEAST_CALLS times."""
     took: list[float] = []
     first = time.monotonic()
     while len(took) < LEAST_CALLS or time.monotonic() - first < ASKED_S:
@@ -213,14 +214,14 @@ async def waiting_times(ask: Callable[[], Awaitable[None]]) -> list[float]:
 
 
 class Waits:
-    """Times of the same call, without and with attackers."""
+    """Times of the same call, without and with attackers, in seconds."""
 
     def __init__(self, quiet: list[float]) -> None:
         self.quiet = quiet
         self.took: dict[str, list[float]] = {}
 
     def check(self) -> None:
-        """The typical call takes as long as without attackers, and none takes very much longer."""
+        """Check that the median call takes as long as without attackers, and that none takes much longer."""
         median, worst, scale = statistics.median(self.quiet), max(self.quiet), min(MOST_SCALE, scaled(1))
         for name, took in self.took.items():
             worst_later_s = MOST_LATER_S if name == ONE_PROMPT else WORST_LATER_S
@@ -233,7 +234,7 @@ class Waits:
 
 
 async def check(system: System, attacks: dict[str, tuple[str, bytes]], ask: Callable[[], Awaitable[None]]) -> None:
-    """``ask`` takes as long as without attackers, and the coordinator's memory stays small."""
+    """Check that ``ask`` takes as long as without attackers, and that the coordinator's memory stays small."""
     requests = [raw(system.url, *attack) for attack in attacks.values()]
     waves = {
         ONE_PROMPT: requests[:1],
@@ -256,7 +257,7 @@ async def check(system: System, attacks: dict[str, tuple[str, bytes]], ask: Call
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """``tandem up`` as it is, with the built-in model."""
+    """``tandem up`` with the built-in model."""
     words = ("up", "--port", "0", "--control-port", "0", "--served-model-name", System.name)
     small = ("--threads", "1", "--num-kv-blocks", "1024")
     with System.running(tmp_path_factory.mktemp("served") / "up.log", *words, *small) as system:
@@ -264,8 +265,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 async def first_token(client: Client) -> None:
-    """A chat of 4,600 characters, until something of its answer has come."""
-    content = (f"{secrets.token_hex(8)}: {PROSE * 70}")[:4_600]  # no prefix of it is cached
+    """Send a chat of 4,600 characters and wait for the start of its answer."""
+    content = (f"{secrets.token_hex(8)}: {PROSE * 70}")[:4_600]  # unique, so that no prefix is cached
     async with await client.post(CHAT, **chat_of(content), stream=True, max_tokens=4) as response:
         assert response.status == 200, await response.text()
         await response.content.readline()
@@ -280,7 +281,7 @@ SMALL_REQUESTS = {
     "many messages": (256, {"messages": chat_of("a")["messages"] * 440}),
     "texts of one step": (64, {"prompt": long_text(16_000)}),
 }
-"""How many clients post which body to /tokenize again and again."""
+"""Number of clients, and the body that each posts to /tokenize again and again."""
 
 
 async def test_chats_do_not_wait_for_many_small_requests(served: System) -> None:
@@ -307,8 +308,8 @@ async def test_chats_do_not_wait_for_many_small_requests(served: System) -> None
 
 
 async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: System) -> None:
-    """1,024 choices with 16 stop strings, of which none is anything like another, in 50 KB. Workers compute for them
-    until their clients hang up, so that what is timed is not a chat."""
+    """One request of 50 KB asks for 1,024 choices with 16 stop strings that have nothing in common. Workers compute
+    them until the client hangs up, so the test times /health instead of a chat."""
     letters = "".join(chr(0x4E00 + at) for at in range(16 * 1024))
     stops = [letters[at : at + 1024] for at in range(0, len(letters), 1024)]
     body = {"model": System.name, "prompt": ["a"] * 64, "n": 16, "max_tokens": 2, "stop": stops}
@@ -347,7 +348,7 @@ async def test_what_cannot_fit_the_context_is_refused_at_once(
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """A coordinator alone, of a model whose context is longer than any body: only its tokenizer is asked."""
+    """A coordinator without workers, whose model has a context longer than any body; only its tokenizer is used."""
     directory: Path = tmp_path_factory.mktemp("large")
     model = fake_checkpoint(directory / "model")
     config = json.loads((model / "config.json").read_text())
@@ -367,7 +368,7 @@ async def test_long_texts_that_fit_the_context_keep_nobody_waiting(
     async with large.client() as client:
         await check(large, attacks, tokenize)
         text = long_text(60_000)
-        async with asyncio.timeout(scaled(10)):  # what the attackers have left was dropped
+        async with asyncio.timeout(scaled(10)):  # the attackers' abandoned requests must have been dropped
             async with client.session.post("/tokenize", json={"prompt": text}) as response:
                 assert (await response.json())["count"] > len(text) / 10
 
