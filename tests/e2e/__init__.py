@@ -1,1 +1,1 @@
-"""Whole systems: real processes behind the real command, spoken to over HTTP only."""
+"""Whole systems: real processes started by the real command and used over HTTP only."""

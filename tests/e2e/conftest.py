@@ -1,4 +1,4 @@
-"""Systems and oracles for the end-to-end tests."""
+"""The spawner and the oracle for the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reference import Reference
 
 @pytest.fixture(scope="module", autouse=True)
 def spawner(one_spawner: Spawner) -> Iterator[None]:
-    """The workers of all systems of this folder share one import of torch and transformers."""
+    """Let the workers of all systems in this folder share one import of torch and transformers."""
     Process.spawner = one_spawner
     yield
     Process.spawner = None
@@ -22,7 +22,7 @@ def spawner(one_spawner: Spawner) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Reference]:
-    """``oracle(kind)`` is the reference for a system that serves ``kind`` at the tests' context length."""
+    """Return ``oracle(kind)``: the reference for a system that serves ``kind`` at the tests' context length."""
     made: dict[str, Reference] = {}
 
     def get(kind: str) -> Reference:

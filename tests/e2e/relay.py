@@ -1,7 +1,9 @@
-"""``python -m tests.e2e.relay MS NAMESPACE NAMESPACE``: a wire between two network namespaces that delays every packet.
+"""A wire between two network namespaces that delays every packet by MS milliseconds.
 
-In each of them it is a device named ``wire``. It does what netem does, for kernels that have none; it says that it is
-ready, and ends, with its devices, when its standard input does.
+    python -m tests.e2e.relay MS NAMESPACE NAMESPACE
+
+It replaces netem on kernels that have none. The wire is a device named ``wire`` in each namespace. The process prints
+"ready" when the devices exist, and ends, removing them, when its standard input is closed.
 
 The devices are taps (kernel.org, Documentation/networking/tuntap.rst).
 """
@@ -24,14 +26,15 @@ _PACKET_BYTES = 1 << 16
 
 
 def enter(namespace: str) -> None:
-    """Sockets and devices that this thread makes from now on are in ``namespace``; OSError if it cannot be entered."""
+    """Move this thread into ``namespace`` for the sockets and devices it creates from now on; OSError if that fails."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
 
 
 def tap(namespace: str) -> int:
-    """A device there; what is written into the descriptor arrives at it, what it sends can be read."""
+    """Create the tap device in ``namespace`` and return its descriptor: writes arrive at the device, reads return what
+    it sends."""
     enter(namespace)
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", b"wire", _IFF_TAP | _IFF_NO_PI))
@@ -49,13 +52,13 @@ def main() -> None:
         if sys.stdin in ready:
             return
         for end in ready:
-            with contextlib.suppress(OSError):  # there is no more, or its plug is out
+            with contextlib.suppress(OSError):  # no more packets, or the link is down
                 while True:
                     packet = os.read(end, _PACKET_BYTES)
                     under_way.append((time.monotonic() + delay_s, across[end], packet))
         while under_way and under_way[0][0] <= time.monotonic():
             _, end, packet = under_way.popleft()
-            with contextlib.suppress(OSError):  # lost, as on any wire
+            with contextlib.suppress(OSError):  # packets may be lost, as on any wire
                 os.write(end, packet)
 
 

@@ -1,19 +1,19 @@
 """Start ``tandem`` commands whose workers share one import of torch and transformers.
 
-Importing them is nearly all that the start of a worker with a tiny model costs, and the end-to-end tests start more
-than a hundred. A spawner imports them once, while it has one thread, and then forks for each command; the forked
-process runs the command's module as ``python -m`` does. A forked ``tandem up`` keeps a spawner of its own, from which
-its workers are forked in turn; its coordinator, which never sees torch, is started as usual.
+That import takes most of the start of a worker with a tiny model, and the end-to-end tests start more than a hundred. A
+spawner imports them once, while it has one thread, and then forks for each command; the forked process runs the
+command's module as ``python -m`` does. A forked ``tandem up`` keeps a spawner of its own, from which its workers are
+forked in turn; its coordinator, which does not import torch, is started as usual.
 
     pytest ── spawner (imports, one thread)
       └── tandem up ── spawner of its workers (the same memory)
             ├── prefill-0
             └── decode-0
 
-The asking process becomes the parent, as if it had started the child itself: the spawner forks twice, and the asking
-process is a subreaper (``PR_SET_CHILD_SUBREAPER``) until it has got the orphan. Exit codes, signals, process ids,
-process groups and the parent-death signal are therefore real. Tests about processes and signals (``test_up.py``) start
-theirs the ordinary way.
+The requesting process becomes the parent, as if it had started the child itself: the spawner forks twice, and the
+requesting process is a subreaper (``PR_SET_CHILD_SUBREAPER``) until it has adopted the orphan. Exit codes, signals,
+process ids, process groups and the parent-death signal are therefore real. Tests about processes and signals
+(``test_up.py``) do not use a spawner.
 
     python -m tests.e2e.spawner SOCKET      imports when the first command comes; ends when the socket is closed
 """
@@ -40,20 +40,20 @@ from common.platform import device
 
 ROOT = Path(__file__).parents[2]
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Read when torch is imported. A worker that is to have others is started as usual."""
+"""Variables that torch reads at import. A worker that needs other values is started as usual."""
 HEAVY = (
     *("common.engine.runner", "deploy.worker", "prefill.role", "decode.role"),
     *("transformers.modeling_utils", "transformers.generation", "transformers.models.auto.modeling_auto"),
     "transformers.models.llama.modeling_llama",
 )
-"""What workers import, whatever they serve."""
+"""Modules that every worker imports, whatever model it serves."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 32
 _MOST_BYTES = 1 << 20
 
 
 class Spawner:
-    """Where to ask for processes: the asking end of a spawner's socket."""
+    """Client side of a spawner: sends it requests for processes over a socket."""
 
     def __init__(self, asking: socket.socket) -> None:
         self._socket = asking
@@ -62,7 +62,7 @@ class Spawner:
     @classmethod
     @contextlib.contextmanager
     def running(cls) -> Iterator[Spawner]:
-        """A spawner in a process of its own, for the duration of the block."""
+        """Run a spawner in a process of its own for the duration of the block."""
         asking, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with asking:
             with answering:
@@ -75,8 +75,9 @@ class Spawner:
                 process.wait()
 
     def fork(self, job: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """The id of a new child of this process. ``job`` has the module, its words, environment, folder, the numbers
-        that ``descriptors`` have in it, and its process group as of :class:`subprocess.Popen`."""
+        """Fork a new child of this process and return its process id. ``job`` holds the module, its arguments,
+        environment, working directory, the numbers that ``descriptors`` get in the child, and the process group as in
+        :class:`subprocess.Popen`."""
         data = json.dumps(job).encode()
         with self._lock, _subreaper():
             socket.send_fds(self._socket, [data], descriptors)
@@ -86,8 +87,8 @@ class Spawner:
         return int(answer)
 
     def popen(self) -> type[subprocess.Popen[Any]]:
-        """``subprocess.Popen``, except that commands of ours that compute are forked by this spawner. RuntimeError on a
-        Python whose ``Popen`` works differently."""
+        """Return a ``subprocess.Popen`` that has this spawner fork ``tandem`` commands that import torch. RuntimeError
+        on a Python whose ``Popen`` has other internals."""
         _check_details(subprocess.Popen)
         spawner = self
 
@@ -110,7 +111,7 @@ _DETAILS = (
     *_PIPES,
     *("restore_signals", "gid", "gids", "uid", "umask", "start_new_session", "process_group"),
 )
-"""What ``Popen._execute_child`` gets behind the command, in Python 3.11 to 3.14."""
+"""Parameters of ``Popen._execute_child`` after the command, in Python 3.11 to 3.14."""
 
 
 def _check_details(popen: type) -> None:
@@ -120,7 +121,7 @@ def _check_details(popen: type) -> None:
 
 
 def _computes(args: Any, env: dict[str, str] | None) -> bool:
-    """Whether this is a ``tandem`` command, or a worker of one, that may be forked."""
+    """Return whether this is a ``tandem`` command, or a worker of one, that may be forked."""
     if list(args[:2]) != [sys.executable, "-m"] or args[2] not in ("deploy.cli", "deploy.launcher.process"):
         return False
     wanted = os.environ if env is None else env
@@ -149,7 +150,7 @@ def _job(args: Sequence[str], details: dict[str, Any]) -> tuple[dict[str, Any], 
 
 @contextlib.contextmanager
 def _subreaper() -> Iterator[None]:
-    """For a block, this process gets the orphans among its descendants."""
+    """Make this process adopt orphans among its descendants for the duration of the block."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -162,16 +163,16 @@ def _subreaper() -> Iterator[None]:
 
 
 def _import() -> None:
-    """All of HEAVY; none of it starts a thread."""
+    """Import HEAVY; none of it starts a thread."""
     device.calm_threads()
     for name in HEAVY:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection would write to, and so copy, every page that the forked processes share
+    gc.freeze()  # a collection would write to every page that the forked processes share, and so copy it
 
 
 def _serve(answering: socket.socket) -> dict[str, Any]:
-    """Forks for each job that comes. Returns in the forked processes alone, each with its job."""
+    """Fork for each job received. Returns only in the forked processes, each with its job."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(answering, _MOST_BYTES, _MOST_DESCRIPTORS)
         if not data:
@@ -189,7 +190,8 @@ def _serve(answering: socket.socket) -> dict[str, Any]:
 
 
 def _fork_orphan(answering: socket.socket) -> bool:
-    """Whether this is the new process, which then has its parent already; the asking process is given its id."""
+    """Fork a grandchild, and send its process id to the requesting process. Return True in the grandchild, once its
+    parent is the requesting process, and False in the spawner."""
     told, telling = os.pipe()
     waiting, going = os.pipe()
     middle = os.fork()
@@ -201,7 +203,7 @@ def _fork_orphan(answering: socket.socket) -> bool:
         for descriptor in (told, telling, going):
             os.close(descriptor)
         answering.close()
-        os.read(waiting, 1)  # until the one between is gone
+        os.read(waiting, 1)  # until the intermediate process has ended
         os.close(waiting)
         return True
     os.waitpid(middle, 0)
@@ -212,7 +214,7 @@ def _fork_orphan(answering: socket.socket) -> bool:
 
 
 def _become(job: dict[str, Any]) -> None:
-    """Makes this process what ``subprocess.Popen`` would have started, up to the module that it runs."""
+    """Turn this process into what ``subprocess.Popen`` would have started, up to the module that it runs."""
     _place(dict(zip(job["descriptors"], job["received"], strict=True)))
     os.chdir(job["folder"])
     os.environ.clear()
@@ -225,13 +227,13 @@ def _become(job: dict[str, Any]) -> None:
 
 
 def _place(received: dict[int, int]) -> None:
-    """Gives each descriptor its number; closes everything else."""
+    """Give each descriptor its number and close all others."""
     aside = {number: os.dup2(own, _above(received) + at) for at, (number, own) in enumerate(received.items())}
     for number, own in aside.items():
         os.dup2(own, number)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in received:
-            with contextlib.suppress(OSError):  # that of this listing
+            with contextlib.suppress(OSError):  # the descriptor of this listing
                 os.close(descriptor)
 
 
@@ -240,7 +242,7 @@ def _above(received: dict[int, int]) -> int:
 
 
 def _keep_spawner() -> None:
-    """In a launcher, before it does anything: its workers are forked from memory as it is now."""
+    """Fork a spawner for this launcher's workers before the launcher has changed anything in its memory."""
     asking, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         asking.close()

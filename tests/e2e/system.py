@@ -1,8 +1,8 @@
 """A whole system as an operator starts it, and a client as a user writes one.
 
 :class:`System` runs ``tandem up`` (or any other ``tandem`` command) in processes of its own, waits until it is ready,
-keeps what it logs, stops it, and makes sure that no process is left. :class:`Client` speaks HTTP and returns what tests
-look at: token ids, log-probabilities, finish reasons, usage, headers.
+keeps its log, stops it, and checks that no process is left. :class:`Client` speaks HTTP and returns what tests check:
+token ids, log-probabilities, finish reasons, usage, headers.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from tests.pace import scaled
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "deploy.cli")
-"""``tandem``, before the words that follow; run in ROOT."""
+"""The ``tandem`` command without its arguments; run in ROOT."""
 READY_S = scaled(90.0)
 STOP_S = scaled(30.0)
 MODEL_LEN = 2048
 SMALL = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "600", "--max-model-len", str(MODEL_LEN))
-"""Flags of a system that is quick to start and has room for what tests ask."""
+"""Flags of a system that starts quickly and has room for the tests' requests."""
 _URL = re.compile(r"http://(?:127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
 def tandem(*words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """What a ``tandem`` command that ends by itself says and returns; ``before``: the command that runs it."""
+    """Run a ``tandem`` command that ends by itself and return its result; ``before`` is a wrapping command."""
     command = [*before, *COMMAND, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether nothing of ``process`` is left but its place in the table, which another one's parent has to clear."""
+    """Return whether ``process`` has ended; it may still be a zombie that a parent other than this process must
+    reap."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE and process.ppid() != os.getpid()
     except psutil.NoSuchProcess:
@@ -65,7 +66,7 @@ class Process:
     popen: subprocess.Popen[bytes]
     family: dict[int, psutil.Process] = field(default_factory=dict)
     spawner: ClassVar[Spawner | None] = None
-    """Of the session, if its workers share their imports; else each is started as an operator starts it."""
+    """The session's spawner, if workers are to share their imports; else each is started as an operator starts it."""
 
     @classmethod
     def start(cls, log: Path, *words: str | Path) -> Process:
@@ -89,7 +90,7 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def look_around(self) -> None:
-        """Remembers every descendant there is now."""
+        """Remember every descendant that exists now."""
         try:
             mine = psutil.Process(self.popen.pid)
             for process in (mine, *mine.children(recursive=True)):
@@ -101,7 +102,7 @@ class Process:
         assert self.popen.poll() is None, f"exited with {self.popen.returncode}:\n{self.text}"
 
     def stop(self) -> None:
-        """Asks it to leave; AssertionError if it does not, is not clean, or leaves a process behind."""
+        """Send SIGTERM and wait; AssertionError if the command does not end, fails, or leaves a process behind."""
         self.look_around()
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
@@ -119,7 +120,7 @@ class Process:
         return [process for process in self.family.values() if process.pid != self.popen.pid]
 
     def kill(self) -> None:
-        """Ends everything at once."""
+        """Kill all processes at once."""
         self.look_around()
         for process in self.family.values():
             try:
@@ -132,7 +133,7 @@ class Process:
 
 @dataclass
 class System:
-    """A running system; ``url`` is its door."""
+    """A running system; ``url`` is the base URL of its HTTP API."""
 
     process: Process
     url: str
@@ -149,7 +150,7 @@ class System:
     @classmethod
     @contextmanager
     def running(cls, log: Path, *words: str | Path, until_ready: bool = True) -> Iterator[System]:
-        """Any command that ends up serving HTTP on a port that it logs; a coordinator is ready when workers join."""
+        """Run any command that serves HTTP on a port that it logs; a coordinator is ready once workers have joined."""
         process = Process.start(log, *words)
         try:
             system = cls(process, cls._find_url(process))
@@ -198,7 +199,8 @@ class System:
 
 @dataclass
 class Choice:
-    """One choice of an answer. ``top`` are the most likely tokens' logprobs per position, in falling order."""
+    """One choice of an answer. ``top`` holds the log-probabilities of the most likely tokens per position, in falling
+    order."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -210,7 +212,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What came back. ``prompt`` are the ids of the prompt that each choice continues."""
+    """An answer. ``prompt`` holds the ids of the prompt that each choice continues."""
 
     status: int
     headers: dict[str, str]
@@ -242,7 +244,7 @@ class Client:
     # -- generating ---------------------------------------------------------------------------------------------------
 
     async def post(self, path: str, **fields: Any) -> aiohttp.ClientResponse:
-        """One request as it is; the caller reads the response."""
+        """Send one request as it is; the caller reads the response."""
         return await self.session.post(path, json={"model": self.system.name, **fields})
 
     async def complete(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
@@ -256,7 +258,7 @@ class Client:
     async def stream(
         self, prompt: Sequence[int] | str, *, begun: asyncio.Future[Mapping[str, str]] | None = None, **fields: Any
     ) -> Answer:
-        """POST /v1/completions, streaming: everything that came, in one answer. ``begun`` gets its headers."""
+        """POST /v1/completions, streaming; return all chunks as one answer. ``begun`` receives the response headers."""
         fields = {"stream_options": {"include_usage": True}, **fields}
         response = await self.post("/v1/completions", prompt=prompt, stream=True, return_token_ids=True, **fields)
         async with response:
@@ -287,7 +289,7 @@ class Client:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     async def ready(self) -> int:
-        """The status of GET /ready, 0 when nobody listens."""
+        """Return the status of GET /ready, 0 if nothing listens."""
         try:
             async with self.session.get("/ready") as response:
                 return response.status
@@ -295,14 +297,14 @@ class Client:
             return 0
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """GET /admin/workers, by id."""
+        """Return the workers in GET /admin/workers, by id."""
         async with self.session.get("/admin/workers") as response:
             assert response.status == 200, await response.text()
             return {worker["id"]: worker for worker in (await response.json())["workers"]}
 
     async def until_idle(self, within_s: float, *, since_now: bool = False) -> None:
-        """Until no worker holds a block or has work; AssertionError with the state after ``within_s``. ``since_now``:
-        by what its heart has told since, not by what it told half a second ago."""
+        """Wait until no worker holds a block or has work; AssertionError with the state after ``within_s``. With
+        ``since_now``, only heartbeats received after this call count."""
         within_s = scaled(within_s)
         began = asked = time.monotonic()
         deadline = began + within_s
@@ -324,7 +326,7 @@ def _idle(worker: dict[str, Any]) -> bool:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The data of a server-sent event stream, checked to end with [DONE]."""
+    """Yield the data of a server-sent event stream, and check that it ends with [DONE]."""
     done = False
     async for line in response.content:
         if line.startswith(b"data: "):
@@ -355,7 +357,7 @@ def _add_chunk(answer: Answer, choice: Choice, part: dict[str, Any]) -> None:
 
 
 def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
-    """Both of OpenAI's shapes: chat's list, and the columns of completions (whose top ones may share a text)."""
+    """Read both of OpenAI's formats: chat's list, and the columns of completions, where top tokens may share a text."""
     if logprobs is None:
         return
     if "content" in logprobs:
@@ -368,11 +370,11 @@ def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
 
 _WIRE_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
 _WIRE_FIELDS += ("presence_penalty", "min_tokens", "ignore_eos")
-SEED_MASK = (1 << 64) - 1  # a negative seed is as good as any: the door takes it modulo 2**64
+SEED_MASK = (1 << 64) - 1  # the API accepts negative seeds and takes them modulo 2**64
 
 
 def sampling_of(fields: dict[str, Any]) -> SamplingParams:
-    """What a request with these JSON fields asks of the sampler."""
+    """Return the sampling parameters that a request with these JSON fields asks for."""
     chosen = {name: fields[name] for name in _WIRE_FIELDS if name in fields}
     bias = {int(token): float(value) for token, value in fields.get("logit_bias", {}).items()}
     stops = tuple(fields.get("stop_token_ids", ()))

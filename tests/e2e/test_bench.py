@@ -1,4 +1,4 @@
-"""The bench against real systems: what it measures of them, and what it advises."""
+"""The benchmarks against real systems: the figures they measure and the advice they print."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_short_prompts_and_light_load_are_not_disaggregated(
     tmp_path: Path, mock_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything is in time either way; the run takes as long as its arrivals. Both systems are started and stopped, a
-    server that runs is only asked."""
+    """Every request is in time on every system, so disaggregation is not advised. The command starts and stops its own
+    two systems and only sends requests to the server at ``--url``; the run lasts as long as the arrivals."""
     saved, drawn = tmp_path / "compare.json", tmp_path / "compare.png"
     words = "bench compare --systems 1p1d,1c --runs 1 --num-prompts 12 --request-rate 4 --goodput ttft:30000,tpot:10000"
     lengths = "--random-input-len 40 --random-output-len 8"
@@ -54,14 +54,14 @@ def test_goals_are_measured_and_saved_with_their_table(
     checkpoint: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The coordinator's, around workers that compute nothing: whether they are met does not matter here."""
+    """Measures the coordinator's goals with workers that compute nothing; whether they are met does not matter here."""
     saved = tmp_path / "goals.json"
     words = ["bench", "goals", "--quick", "--only", "c6", str(checkpoint("llama")), "--save", str(saved)]
     assert cli.main(words) == 0
     figures = json.loads(saved.read_text())
     assert figures["quick"] is True and figures["peers"] is None and figures["failed"] == {}
     median, tail, rate = figures["rows"]
-    # both are differences to a bare server, of a handful of requests here: chance may make them negative
+    # both are differences from a bare server over a handful of requests: chance may make them negative
     assert math.isfinite(median["value"]) and math.isfinite(tail["value"])
     assert rate["value"] > 100
     shown = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_goals_are_measured_and_saved_with_their_table(
 
 @pytest.mark.whole
 def test_goals_of_one_core_and_of_a_start_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkpoint made as that of the goals is, but too small for its figures to mean anything."""
+    """Uses a checkpoint made like the goals' own, but too small for its figures to mean anything."""
     sizes = {"HIDDEN": 128, "LAYERS": 2, "HEADS": 4, "KV_HEADS": 2, "INTERMEDIATE": 256}
     for name, size in sizes.items():
         monkeypatch.setattr(checkpoints, name, size)

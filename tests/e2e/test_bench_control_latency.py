@@ -1,4 +1,5 @@
-"""The benchmark of control messages beside KV measures every end in every phase, keeps what it found, and ends."""
+"""The benchmark of control messages beside KV traffic measures every end in every phase, saves its results, and
+ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of lent cores measures every step with and without one, and says why where it cannot."""
+"""The benchmark of lent cores measures every step with and without one, and gives the reason where it cannot."""
 
 from __future__ import annotations
 

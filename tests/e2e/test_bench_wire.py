@@ -1,4 +1,4 @@
-"""The benchmark of hand-offs between processes measures every link, keeps what it found, and ends."""
+"""The benchmark of hand-offs between processes measures every link, saves its results, and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in model as it is served: the golden set's figures are those of the card, whatever serves it."""
+"""The built-in model on real systems: its results on the golden set are those of the model card in every topology."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Figures = Callable[..., Report]
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    """Starts a system, asks it the golden set, stops it."""
+    """Return a function that starts a system, evaluates the golden set on it, and stops it."""
 
     def measure(*flags: str, model: Path | None = None) -> Report:
         with System.up(tmp_path_factory.mktemp("served"), model or builtin.path(), *flags, small=SMALL) as system:
@@ -54,7 +54,7 @@ def test_the_figures_are_the_same_whatever_serves_it(
 
 @pytest.mark.timeout(300)
 def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: Report, tmp_path: Path) -> None:
-    """One projection of one layer, a tenth of its size in noise: fluent still, and wrong."""
+    """Noise with the weights' own standard deviation in one projection of one layer lowers the results."""
     model = tmp_path / "damaged"
     shutil.copytree(builtin.path(), model, ignore=shutil.ignore_patterns(builtin.draft_path().name))
     weights = load_file(model / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Parts that are started one by one, with a key file, over an address that other machines reach too."""
+"""Parts started one by one, with a key file, on an address that other machines can reach too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEDED = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 7
 
 
 def own_address() -> str:
-    """An address of this machine that is not loopback; skips where there is none."""
+    """Return an address of this machine that is not loopback; skip the test if there is none."""
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
             if each.family == socket.AF_INET and not is_loopback(each.address):

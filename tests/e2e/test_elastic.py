@@ -30,7 +30,7 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
 
 
 class Cluster:
-    """A coordinator and the workers that were started for it."""
+    """A coordinator and the workers started for it."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory, self.model = directory, model
@@ -110,7 +110,7 @@ async def test_workers_join_and_leave_a_running_system(
         assert time.monotonic() - started < 5, "a missing role is answered at once, not at the deadline"
 
         cluster.start("decode", "d0")
-        cluster.start("prefill", "p0", "--block-size", "32")  # they need not be alike
+        cluster.start("prefill", "p0", "--block-size", "32")  # workers may differ in block size
         await cluster.until_ready(client, "d0", "p0")
         assert await client.ready() == 200
         assert await ask(client, 700) == ("disagg", "d0")
@@ -136,7 +136,7 @@ MIGRATED = re.compile(r"^tandem_migrations_total (\S+)$", re.MULTILINE)
 
 
 async def number(client: Client, pattern: re.Pattern[str]) -> float:
-    """What GET /metrics says of it."""
+    """Return the number that ``pattern`` captures in GET /metrics."""
     async with client.session.get("/metrics") as response:
         found = pattern.search(await response.text())
     assert found, pattern
@@ -156,7 +156,7 @@ KINDS: list[dict[str, Any]] = [
 async def test_a_killed_worker_costs_a_pause_and_no_token(
     cluster: Cluster, oracle: Callable[[str], Reference], role: str
 ) -> None:
-    """Penalties, seeds, log-probabilities, several choices: all go on where they were, as if nothing had happened."""
+    """Requests with penalties, seeds, log-probabilities and several choices continue as if no worker had died."""
     reference = oracle("llama")
 
     begun: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
@@ -188,7 +188,7 @@ async def test_a_killed_worker_costs_a_pause_and_no_token(
 async def test_a_second_signal_stops_a_worker_that_was_started_alone(
     cluster: Cluster, oracle: Callable[[str], Reference]
 ) -> None:
-    """In the middle of a stream, which goes on elsewhere."""
+    """The second signal comes in the middle of a stream, which continues on another worker."""
     fields = {"temperature": 0.0, "max_tokens": 1900, "ignore_eos": True}
 
     async with cluster.system.client() as client:
@@ -215,7 +215,7 @@ async def test_a_second_signal_stops_a_worker_that_was_started_alone(
 async def test_workers_of_different_kv_dtypes_serve_together(
     cluster: Cluster, oracle: Callable[[str], Reference]
 ) -> None:
-    """Right within what bfloat16 is, and exactly as right as float32 once both ends have it."""
+    """Answers are right within bfloat16's tolerance, and within float32's once both workers use float32."""
     reference = oracle("llama")
 
     async def ask(client: Client, length: int, tolerance: Tolerance) -> tuple[str, str | None, int]:

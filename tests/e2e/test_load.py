@@ -1,4 +1,4 @@
-"""Five hundred requests through 2P2D, a tenth abandoned: every one is accounted for, and every block comes back."""
+"""Five hundred requests through 2P2D, a tenth of them abandoned: each is counted once, and all blocks are freed."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ IN_FLIGHT = 64
 FREE_WITHIN_S = 2.0
 _RUNNING = "vllm:num_requests_running"
 _FRESH_PAGE_S = 0.08
-"""Between two pages of metrics that are both made anew: of more than 8 in half a second the others are repeated."""
+"""Seconds between two requests for /metrics that each get a new page: beyond 8 pages in half a second, the last is
+repeated."""
 
 
 @pytest.fixture(scope="module")
 def system(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    # few enough blocks that sequences grow into each other and the cache evicts
+    # so few blocks that sequences run short of them and the cache evicts
     small = [*SMALL, "--num-kv-blocks", "300"]
     with System.up(tmp_path_factory.mktemp("load"), checkpoint("llama"), *TWO_TWO, small=small) as running:
         yield running
 
 
 class Load:
-    """Sends the requests and keeps the account."""
+    """Sends the requests and counts their outcomes."""
 
     def __init__(self, client: Client, seed: int) -> None:
         self.client = client
@@ -51,7 +52,7 @@ class Load:
         await asyncio.gather(*(self._one(gate, *plan) for plan in plans))
 
     def _plan(self, index: int) -> tuple[list[int], dict[str, Any], int | None, bool]:
-        """Prompt, fields, after which token the client leaves (0: at once), and whether it streams."""
+        """Return prompt, fields, the token after which the client leaves (0: at once), and whether it streams."""
         choose = self.chooser
         length = int(min(900, choose.lognormvariate(4, 1.2))) + 1
         prompt = prompt_of(min(length, 160), 40 + index % 7)[:length] + prompt_of(max(0, length - 160), 1000 + index)
@@ -82,7 +83,7 @@ class Load:
             self.outcomes["complete"] += 1
 
     async def _leave(self, prompt: list[int], fields: dict[str, Any], leaves: int) -> str:
-        """Closes the connection after some tokens, or a moment after sending when ``leaves`` is 0."""
+        """Close the connection after some tokens, or a moment after sending when ``leaves`` is 0."""
         fields = {**fields, "max_tokens": 400, "prompt": prompt, "stream": True, "return_token_ids": True}
         if leaves == 0:
             task = asyncio.create_task(self.client.post("/v1/completions", **fields))
@@ -105,7 +106,7 @@ class Load:
 
 
 def outcomes(samples: dict[str, float]) -> dict[str, float]:
-    """tandem_requests_total by outcome, over all paths."""
+    """Return tandem_requests_total by outcome, summed over all paths."""
     found: Counter[str] = Counter()
     for name, value in samples.items():
         if name.startswith("tandem_requests_total{"):
@@ -124,8 +125,8 @@ async def test_everything_is_accounted_for_and_all_blocks_come_back(
         assert load.outcomes == {"complete": REQUESTS * 9 // 10, "left": REQUESTS // 10}
         after = outcomes(await metrics(client))
     counted = {name: after[name] - before.get(name, 0) for name in after}
-    # a client that leaves before its headers are read was never there, and one that looks late had got all by then:
-    # everybody else is counted, exactly once
+    # a client that leaves before its headers are read is not counted, and one that leaves late may have its whole
+    # answer already (done); all other requests are counted exactly once
     assert 0 <= counted["done"] - load.outcomes["complete"] <= load.outcomes["left"]
     assert REQUESTS * 8 // 10 <= sum(counted.values()) <= REQUESTS
     assert set(counted) <= {"done", "aborted"}, counted
@@ -136,7 +137,7 @@ async def test_everything_is_accounted_for_and_all_blocks_come_back(
 
 
 async def test_a_client_that_leaves_frees_its_blocks_at_once(system: System) -> None:
-    """While the prompt is computed, while its KV travels, and while it streams."""
+    """Clients leave while the prompt is computed, while its KV travels, and while the answer streams."""
     async with system.client() as client:
         for tokens in (0, 0, 0, 1, 2, 30):
             fields = {"prompt": prompt_of(1500, 50 + tokens), "max_tokens": 500, "stream": True, "ignore_eos": True}
@@ -153,7 +154,7 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(system: System) -> 
 
 
 async def _until_running(client: Client) -> None:
-    """Until a worker has the only request there is."""
+    """Wait until a worker runs the only request."""
     deadline = time.monotonic() + scaled(5.0)
     while not sum([value for name, value in (await metrics(client)).items() if name.startswith(_RUNNING)]):
         assert time.monotonic() < deadline, "the request never ran"

@@ -1,4 +1,4 @@
-"""When KV blocks are scarce, sequences are parked and computed again, and nobody can tell from the tokens."""
+"""When KV blocks are scarce, sequences are parked and recomputed, and their tokens stay the same."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ async def preemptions(client: Client) -> float:
 async def test_a_pool_that_is_too_small_for_all_serves_all(
     flags: tuple[str, ...], checkpoint: Callable[[str], Path], oracle: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    """Room for 1,280 tokens. Two requests get in side by side, because only so much of an output is reserved ahead, and
-    outgrow the pool together: the newer is parked. Twelve others wait for their turn."""
+    """The pool has room for 1,280 tokens. Two requests are admitted together, because only part of their output is
+    reserved in advance. They outgrow the pool, and the newer one is parked. Then twelve short requests wait for their
+    turn."""
 
     def sampled(index: int, max_tokens: int) -> dict[str, Any]:
         return {**SAMPLED[index % 3], "seed": index, "max_tokens": max_tokens, "ignore_eos": True}
@@ -41,7 +42,7 @@ async def test_a_pool_that_is_too_small_for_all_serves_all(
         async with system.client() as client:
             answers = [await asyncio.gather(*(client.complete(p, **f) for p, f in part)) for part in (long, short)]
             await client.until_idle(within_s=2)
-            told_by = time.monotonic() + scaled(5.0)  # a heartbeat tells of it
+            told_by = time.monotonic() + scaled(5.0)  # the next heartbeat reports it
             while not await preemptions(client):
                 assert time.monotonic() < told_by, "nobody was parked"
                 await asyncio.sleep(0.05)

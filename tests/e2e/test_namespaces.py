@@ -1,7 +1,7 @@
-"""Two hosts, as two network namespaces with a wire between them: coordinator and prefill here, decode there.
+"""Two hosts as two network namespaces with a wire between them: coordinator and prefill here, decode there.
 
-The parts know each other by keys of ``tandem keygen``; the decode host has only those of its role. Engines are oracles:
-a wrong byte of KV anywhere shows in the next token.
+The parts authenticate each other with keys of ``tandem keygen``; the decode host has only the keys of its role. The
+engines are oracles (tests.fakes.oracle): a wrong KV byte anywhere changes the next token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def until(true: Callable[[], T], what: str) -> T:
-    """Polls what other processes do; the first true value."""
+    """Poll the state of other processes; return the first true value."""
     deadline = time.monotonic() + WAIT_S
     while not (value := true()):
         assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
@@ -57,13 +57,13 @@ def until(true: Callable[[], T], what: str) -> T:
 
 
 def run(*words: str) -> str:
-    """What a command printed; CalledProcessError if it failed."""
+    """Return a command's output; CalledProcessError if it failed."""
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 @dataclass
 class Wire:
-    """Two namespaces and a wire between them, each end of which is named ``wire``. Gone with :meth:`close`."""
+    """Two namespaces and a wire between them, each end of which is named ``wire``. :meth:`close` removes them."""
 
     here: str = field(default_factory=lambda: f"tandem-{os.getpid()}-here")
     there: str = field(default_factory=lambda: f"tandem-{os.getpid()}-there")
@@ -81,7 +81,8 @@ class Wire:
             run("ip", "-n", name, "link", "set", "wire", "up")
 
     def _lay(self) -> None:
-        """1 Gbit/s, and DELAY_MS each way: by netem, by the relay where the kernel has none, or not at all."""
+        """Create a wire of 1 Gbit/s with a delay of DELAY_MS each way: by netem, else by the relay, else without
+        delay."""
         only_rate = "tbf", "rate", "1gbit", "burst", "256kb", "latency", "50ms"
         self._pair()
         try:
@@ -104,23 +105,23 @@ class Wire:
             run("tc", "-n", name, "qdisc", "add", "dev", "wire", "root", *words)
 
     def set(self, state: str) -> None:
-        """``down`` pulls the plug, ``up`` puts it back."""
+        """Set the link ``down`` (no packets pass) or ``up`` again."""
         run("ip", "-n", self.there, "link", "set", "wire", state)
 
     def arrived(self) -> int:
-        """Bytes that have come over the wire there."""
+        """Return the bytes that have arrived at the far end of the wire."""
         (link,) = json.loads(run("ip", "-n", self.there, "-s", "-j", "link", "show", "wire"))
         return int(link["stats64"]["rx"]["bytes"])
 
     def close(self) -> None:
         if self.relay is not None:
-            self.relay.communicate()  # it ends with its input
+            self.relay.communicate()  # closes its input, which ends it
         for name in (self.here, self.there):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def inside(namespace: str, work: Callable[[], T]) -> T:
-    """``work()`` in a thread of its own, whose sockets are in ``namespace``."""
+    """Run ``work()`` in a thread whose sockets are in ``namespace``, and return its result."""
     outcome: list[Any] = []
 
     def go() -> None:
@@ -167,7 +168,7 @@ class Started:
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 ["ip", "netns", "exec", namespace, sys.executable, "-m", *words],
-                stdin=subprocess.PIPE,  # the workers end when it is closed, whatever becomes of this test
+                stdin=subprocess.PIPE,  # workers end when it is closed, whatever happens to this test
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -183,7 +184,7 @@ class Started:
         assert words in self.said, self.said
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """Send signal ``number``, wait, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -213,7 +214,7 @@ class Cluster:
             "deploy.cli", "coordinator", str(self.model), "--served-model-name", "oracle", "--port", "0",
             "--control-host", HERE, "--control-port", "0", "--cluster-key-file", str(self.keys),
             "--expect-prefill", "1", "--expect-decode", "1",
-            "--local-prefill", "never",  # all KV is to come over the wire
+            "--local-prefill", "never",  # all KV must cross the wire
         )  # fmt: skip
         until(lambda: _SERVING.search(self.coordinator.said) or self.coordinator.process.poll(), "it serves")
         found = _SERVING.search(self.coordinator.said)
@@ -243,7 +244,8 @@ class Cluster:
         return asyncio.run(get())
 
     def ask(self, count: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> list[Ask]:
-        """That many requests at once, each with its answer; ``meanwhile`` runs when they have begun to stream."""
+        """Send ``count`` requests at once and return them with their answers; ``meanwhile`` runs when half of them
+        stream."""
         asks = [
             Ask([self.rng.randrange(FIRST_FAULT) for _ in range(200)], 60, self.rng.getrandbits(63))
             for _ in range(count)

@@ -1,4 +1,4 @@
-"""What depends on numbers: rotary variants beside a long neighbour, bf16, and positions past a small context."""
+"""Numerics: rotary variants beside a long neighbour, bf16, and positions beyond the original context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ async def test_a_long_neighbour_changes_nothing(
     oracle: Callable[[str], Reference],
     tmp_path: Path,
 ) -> None:
-    """Both look at the longest position of a batch in transformers; here a sequence's numbers are its own."""
+    """In transformers these rotary variants depend on the longest position of a batch; here a neighbour changes
+    nothing."""
     greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
     short, long = prompt_of(20, 70), prompt_of(1400, 71)
     with System.up(tmp_path, checkpoint(kind), *flags, "--local-prefill", "never") as system:
@@ -43,7 +44,7 @@ async def test_a_long_neighbour_changes_nothing(
 async def test_bf16_runs_and_stays_close(
     checkpoint: Callable[[str], Path], oracle: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    """Half the bytes, the same answers up to rounding: each token is near the reference's best, most are the best."""
+    """With bfloat16 each token is near the reference's best one, and at least 90 % are the best."""
     small = [word if word != "float32" else "bfloat16" for word in SMALL]
     reference = oracle("llama-untied")
     chooser = random.Random(8)

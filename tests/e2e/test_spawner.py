@@ -1,4 +1,4 @@
-"""Processes that the spawner forks are what ``subprocess.Popen`` would have started."""
+"""Processes forked by the spawner behave like those that ``subprocess.Popen`` starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_workers_are_children_of_their_launcher_share_its_imports_and_die_with_i
         while not all(map(is_gone, pids)):
             assert time.monotonic() < deadline, "the kernel has not killed them"
             time.sleep(0.02)
-        stack.pop_all()  # there is nothing left to stop
+        stack.pop_all()  # nothing is left to stop
 
 
 def test_exit_code_output_and_folder_are_the_commands_own(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_exit_code_output_and_folder_are_the_commands_own(tmp_path: Path) -> Non
 
 
 def test_standard_input_is_handed_over() -> None:
-    """As a launcher hands over the configuration and the keys of its children."""
+    """A launcher passes the configuration and keys of its child processes this way."""
     assert Process.spawner is not None
     command = [sys.executable, "-m", "deploy.cli", "up", "--config", "/dev/stdin"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -1,7 +1,8 @@
 """Every token of the whole system is right: HTTP in, token ids out, checked against transformers position by position.
 
-One system per (model, topology) answers many questions. Lengths sit on and beside block boundaries (16), the prefill
-chunk (512) and windows, up to 1,500 tokens; greedy and seeded sampling with every processor; alone, and twenty at once.
+One system per (model, topology) serves all tests. Lengths are at and next to block boundaries (16), the prefill chunk
+(512) and windows, up to 1,500 tokens. Sampling is greedy, and seeded with every processor. Requests run alone and
+twenty at once.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ SETUPS = [
     *(Setup(kind, TWO_TWO, "disagg", LINKS[1 - index % 2]) for index, kind in enumerate(FAMILIES)),
     pytest.param(Setup("llama", ONE_ONE, "disagg", "nixl"), marks=NEEDS_NIXL),
 ]
-"""Every family in every topology. What one pair sends through one link, two pairs send through the other. An optional
-link carries what one of the families needs."""
+"""Every family in every topology. If 1P1D uses one link for a family, 2P2D uses the other one. The optional link runs
+with one family."""
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 511, 512, 513, 1500)
 SAMPLED: tuple[dict[str, Any], ...] = (
@@ -76,7 +77,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 def system(
     setup: Setup, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
-    # never: what should travel must travel, or the test would prove less than it says
+    # never: with local prefill on decode no KV would travel, and the tests would not check the hand-off
     flags = (*setup.flags, "--kv-transport", setup.link, "--local-prefill", "never")
     flags += ("--insecure-cluster",) if setup.link == "nixl" else ()
     with System.up(tmp_path_factory.mktemp(str(setup)), checkpoint(setup.kind), *flags) as running:
@@ -89,13 +90,13 @@ def reference(setup: Setup, oracle: Callable[[str], Reference]) -> Reference:
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """Ordinary tokens, never special ones."""
+    """Return random ordinary tokens, no special ones."""
     chooser = random.Random(seed * 10_000 + length)
     return [chooser.randrange(len(SPECIALS), VOCAB) for _ in range(length)]
 
 
 async def metrics(client: Client) -> dict[str, float]:
-    """GET /metrics, by sample name with labels."""
+    """Return the samples in GET /metrics, by name with labels."""
     async with client.session.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -103,14 +104,14 @@ async def metrics(client: Client) -> dict[str, float]:
 
 
 async def travelled(client: Client) -> dict[str, int]:
-    """Bytes of KV that travelled so far over each link that was used."""
+    """Return the bytes of KV sent so far over each link in use."""
     name = "tandem_kv_transfer_bytes_total{transport="
     total = {key: int(value) for key, value in (await metrics(client)).items() if key.startswith(name)}
     return {key.split('"')[1]: value for key, value in total.items() if value}
 
 
 def check(reference: Reference, answer: Answer, fields: dict[str, Any], name: str = "") -> None:
-    """Every choice of ``answer`` against the oracle, and its end."""
+    """Check every choice of ``answer`` and its finish reason against the oracle."""
     sampling = sampling_of(fields)
     for index, choice in enumerate(answer.choices):
         reference.check(
@@ -131,7 +132,7 @@ def check(reference: Reference, answer: Answer, fields: dict[str, Any], name: st
 
 
 def mixed(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """Twenty requests: every length greedy or sampled in turn, then short ones with each way of sampling."""
+    """Return twenty requests: every length, greedy or sampled in turn, then short ones with each way of sampling."""
     requests: list[tuple[list[int], dict[str, Any]]] = []
     for index, length in enumerate(LENGTHS):
         fields = {"temperature": 0.0} if index % 2 == 0 else {**SAMPLED[index % len(SAMPLED)], "seed": 1000 + index}
@@ -150,7 +151,7 @@ async def test_twenty_at_once(setup: Setup, system: System, reference: Reference
         await client.until_idle(within_s=2)
     for (prompt, fields), answer in zip(requests, answers, strict=True):
         assert answer.prompt == prompt
-        # one that ends with its first token never left the prefill worker
+        # a request that ends with its first token is never handed off
         assert answer.path == (setup.path if len(answer.ids) > 1 or setup.flags == COLOCATED else "prefill")
         assert answer.usage["prompt_tokens"] == len(prompt)
         assert answer.usage["completion_tokens"] == len(answer.ids)
@@ -158,7 +159,7 @@ async def test_twenty_at_once(setup: Setup, system: System, reference: Reference
 
 
 async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: System, reference: Reference) -> None:
-    """With two prefill workers too: the router finds the one that has it."""
+    """With two prefill workers the router must find the one that has the prefix."""
     async with system.client() as client:
         for length in (16, 17, 33, 200):
             fields = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "cache_salt": "seen", "logprobs": 0}
@@ -174,14 +175,15 @@ async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: System
 
 
 async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system: System) -> None:
-    """All of a prompt the first time, and only what decode does not have the second time; by answers that last longer
-    than their hand-offs, whose end a sender may not hear of otherwise."""
+    """The whole prompt travels the first time; the second time only what the decode worker has not cached. The answers
+    last longer than their hand-offs, since otherwise the sender may not learn that a hand-off was completed."""
     fields = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True, "cache_salt": "link"}
     async with system.client() as client:
 
         async def ask() -> tuple[str, int]:
-            """Who decoded, and how many bytes travelled to it; the sender may report them after the last token."""
-            await client.until_idle(within_s=2, since_now=True)  # nor does it still report what others have asked
+            """Return the decode worker and the bytes sent to it, which the sender may report only after the last
+            token."""
+            await client.until_idle(within_s=2, since_now=True)  # earlier hand-offs must have been reported
             before = await travelled(client)
             answer = await client.complete(prompt_of(100, 7), **fields)
             deadline = time.monotonic() + scaled(2.0)
@@ -198,7 +200,7 @@ async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system:
 
 
 async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: System) -> None:
-    """The time of a hand-off stands in the figures, soon after its answer if the sender had no core before."""
+    """The exposed hand-off time appears in /metrics, soon after the answer if the sender had no core before that."""
     name = 'tandem_stage_seconds_sum{stage="transfer_exposed"}'
     async with system.client() as client:
 
@@ -229,7 +231,7 @@ async def test_a_stream_is_the_same_answer_token_by_token(system: System, refere
 
 
 async def test_the_first_token_may_be_the_last(setup: Setup, system: System, reference: Reference) -> None:
-    """Ended by max_tokens, by the end of sequence and by a stop token, where token 1 is sampled."""
+    """A request can end with its first token: by max_tokens, by the end of sequence, or by a stop token."""
     async with system.client() as client:
         for extra, reason in (
             ({"max_tokens": 1, "ignore_eos": True}, "length"),
@@ -252,7 +254,7 @@ async def test_chat_with_top_logprobs(system: System, reference: Reference) -> N
 
 
 async def test_the_same_seed_gives_the_same_tokens(system: System, reference: Reference) -> None:
-    """Alone or in company; and another seed gives others."""
+    """The same seed gives the same tokens alone and in a batch, and another seed gives others."""
     fields = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
     prompt = prompt_of(30, 5)
 
@@ -264,6 +266,6 @@ async def test_the_same_seed_gives_the_same_tokens(system: System, reference: Re
     async with system.client() as client:
         alone = await ask(client, 11)
         together = await asyncio.gather(*(ask(client, seed) for seed in (11, 12, 13, 11)))
-    # a token may differ where the noise falls on a boundary within tolerance; sixteen in a row at the same place do not
+    # tokens may differ where the noise falls within tolerance of a boundary, which is unlikely in the first four
     assert together[0][:4] == alone[:4] == together[3][:4]
     assert len({tuple(ids) for ids in (alone, together[1], together[2])}) == 3

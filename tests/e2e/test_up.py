@@ -1,6 +1,7 @@
-"""The real ``tandem up`` with the built-in model: it serves, heals, drains, and leaves nothing behind.
+"""The real ``tandem up`` with the built-in model: it serves, restarts workers, drains, and leaves nothing behind.
 
-What is about processes and signals is started as an operator starts it, the rest by the spawner."""
+Tests about processes and signals start it as an operator does; the others use the spawner.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ START_S = 90.0
 
 
 class Up:
-    """One running ``tandem up`` on free ports, its output in a file."""
+    """One running ``tandem up`` on free ports, with its output in a file."""
 
     def __init__(self, directory: Path, popen: type[subprocess.Popen[Any]], *words: str) -> None:
         self._output = directory / "up.log"
@@ -58,7 +59,7 @@ class Up:
         return self._output.read_text(errors="replace")
 
     def server(self) -> HttpClient:
-        """The server, once the first screen is out."""
+        """Return a client of the server, once the start-up screen has been printed."""
         wait_for(lambda: "try: tandem chat" in self.said or self.process.poll() is not None, START_S)
         found = re.search(r"serving \S+ on (http://\S+)", self.said)
         assert found is not None, self.said
@@ -87,20 +88,20 @@ def ask(server: HttpClient, tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def workers(server: HttpClient) -> dict[str, dict[str, Any]]:
-    """The workers that are ready, by name."""
+    """Return the ready workers by name."""
     status, body = server.get("/admin/workers")
     assert status == 200
     return {worker["id"]: worker for worker in body["workers"] if worker["state"] == "ready"}
 
 
 def send_prompt(server: HttpClient) -> None:
-    """A long one that nobody has cached; returns when it has been computed."""
+    """Send a long prompt that is not cached; return when it has been computed."""
     prompt = [random.randrange(1000, 2000) for _ in range(1500)]
     server.post("/v1/completions", {"model": server.model(), "prompt": prompt, "max_tokens": 1})
 
 
 def borrowed_s(server: HttpClient) -> float:
-    """Seconds for which workers have had each other's cores so far."""
+    """Return the core-seconds that workers have borrowed from each other so far."""
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
         found = re.search(r"^tandem_borrowed_core_seconds_total (\S+)", page.read().decode(), re.M)
     assert found is not None
@@ -108,13 +109,13 @@ def borrowed_s(server: HttpClient) -> float:
 
 
 def long_prompt_was_helped_with(server: HttpClient) -> bool:
-    """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
+    """Send a prompt that is not cached; return whether prefill has borrowed decode's core so far."""
     send_prompt(server)
     return borrowed_s(server) > 0
 
 
 def coordinator_of(up: Up) -> int:
-    """Its process."""
+    """Return the coordinator's process id."""
     children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
     (found,) = (
         each
@@ -125,7 +126,7 @@ def coordinator_of(up: Up) -> int:
 
 
 def sockets_nearby(coordinator: int) -> int:
-    """Unix sockets by which workers reach this process."""
+    """Count the Unix sockets by which local workers reach this process."""
     sockets = psutil.Process(coordinator).net_connections("unix")
     return sum(each.laddr.startswith("@tandem-127.0.0.1:") for each in sockets)
 
@@ -154,14 +155,14 @@ def starting(cache: Path, popen: type[subprocess.Popen[Any]]) -> Iterator[Callab
 
 @pytest.fixture
 def start(cache: Path) -> Iterator[Callable[..., Up]]:
-    """Starts one as an operator does."""
+    """Start ``tandem up`` as an operator does."""
     with starting(cache, subprocess.Popen) as start_one:
         yield start_one
 
 
 @pytest.fixture
 def start_quickly(cache: Path, one_spawner: Spawner) -> Iterator[Callable[..., Up]]:
-    """Starts one whose workers share an import of torch and transformers."""
+    """Start ``tandem up`` with workers that share one import of torch and transformers."""
     with starting(cache, one_spawner.popen()) as start_one:
         yield start_one
 
@@ -199,8 +200,9 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start_quickly:
     begun, ended = threading.Barrier(21), threading.Event()
 
     def stream() -> None:
-        chunks = ask(server, 700)  # as many as the pool holds of all: what is computed again is shared anyway
-        for _ in range(3):  # more than prefill's token: its work for this prompt is done
+        # at most what the pool holds of 20 streams: recomputing preempted ones would borrow cores in any case
+        chunks = ask(server, 700)
+        for _ in range(3):  # past prefill's first token, so prefill has finished this prompt
             next(chunks)
         begun.wait(START_S)
         ended.wait(START_S)
@@ -210,7 +212,7 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start_quickly:
         try:
             begun.wait(START_S)
             before = borrowed_s(server)
-            wait_for(lambda: borrowed_s(server) > before + 0.2, START_S)  # more than of what prefill had, and told late
+            wait_for(lambda: borrowed_s(server) > before + 0.2, START_S)  # more than prefill borrowed but reported late
         finally:
             ended.set()
     for client in clients:
@@ -219,7 +221,7 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start_quickly:
 
 @pytest.mark.parametrize("words", ["--threads 1", "--colocated 1 --threads 2"])
 def test_who_has_nothing_to_do_sleeps(words: str, start_quickly: Callable[..., Up]) -> None:
-    """All processes together, after a prompt and an answer: none polls, and no thread looks for work for long."""
+    """After a prompt and an answer all processes together are nearly idle: none polls, and no thread spins for long."""
     up = start_quickly(*words.split())
     server = up.server()
     send_prompt(server)
@@ -227,7 +229,7 @@ def test_who_has_nothing_to_do_sleeps(words: str, start_quickly: Callable[..., U
 
     def is_quiet() -> bool:
         began, before = time.monotonic(), cpu_seconds(up.process.pid)
-        time.sleep(1.0)  # what is measured is that nothing happens
+        time.sleep(1.0)  # measures that nothing happens
         return cpu_seconds(up.process.pid) - before < 0.1 * (time.monotonic() - began)
 
     wait_for(is_quiet, START_S)
@@ -245,7 +247,8 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
 
     before = workers(server)
     assert set(before) == {"prefill-0", "decode-0"}
-    wait_for(lambda: sockets_nearby(coordinator_of(up)) == 1 + 2 * 2, 5)  # it listens, to each worker and its heart
+    # a listener, and per worker the event loop's and the heartbeat's
+    wait_for(lambda: sockets_nearby(coordinator_of(up)) == 1 + 2 * 2, 5)
     if len(os.sched_getaffinity(0)) > 1:
         decode = os.sched_getaffinity(before["decode-0"]["pid"])
         assert decode and not decode & os.sched_getaffinity(coordinator_of(up)), "nobody else's turn delays a token"
@@ -264,16 +267,17 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     running = ask(server, 200)
     next(running)
     up.process.send_signal(signal.SIGINT)
-    assert len(list(running)) >= 199  # what runs is finished first
+    assert len(list(running)) >= 199  # running requests are finished first
     assert up.process.wait(30) == 0
     assert not any(child.is_running() for child in family)
 
 
 def test_a_signal_to_all_of_its_processes_drains_as_one_to_it_does(start: Callable[..., Up]) -> None:
-    """As systemd and timeout send it: each child gets two."""
+    """systemd and timeout signal all processes, so each child gets that signal and the launcher's."""
     up = start()
     running = ask(up.server(), 800)
-    for _ in range(3):  # a token of decode's: a worker that is told to stop takes nothing new, and has this by then
+    # up to a token from decode: a draining worker accepts nothing new, and must have this request by then
+    for _ in range(3):
         next(running)
     family = up.children()
     for process in (*family, up.process):
@@ -301,7 +305,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callab
 
 @pytest.mark.alone
 def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start_quickly: Callable[..., Up]) -> None:
-    """The new coordinator has never heard of it: its launcher has."""
+    """The new coordinator has never heard of the hung worker, but the launcher has."""
     up = start_quickly("--failure-timeout", "0.5")
     server = up.server()
     before = workers(server)
@@ -320,7 +324,8 @@ def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start_q
 
 
 def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
-    """Nor is one that comes at once a second: make passes on what its whole group was sent."""
+    """A second signal ends the drain at once, unless it comes within ``ONE_SIGNAL_S`` of the first: then it is the same
+    one, forwarded by make to its whole group."""
     up = start("--colocated", "1", "--drain-timeout", "60")
     server = up.server()
     assert set(workers(server)) == {"colocated-0"}
@@ -328,10 +333,10 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
     running = ask(server, 2000)
     next(running)
     up.process.send_signal(signal.SIGTERM)
-    up.process.send_signal(signal.SIGHUP)  # two of one kind may arrive as one
+    up.process.send_signal(signal.SIGHUP)  # two signals of one kind may be merged into one
     wait_for(lambda: "stopping" in up.said, 5)
     told_at = time.monotonic()
-    for _ in running:  # still streams behind what is no second signal
+    for _ in running:  # it still streams after the signal that did not count as a second one
         if time.monotonic() > told_at + ONE_SIGNAL_S:
             break
     assert up.process.poll() is None
@@ -344,7 +349,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
 
 @pytest.mark.parametrize("said", ["tandem: ", "importing"], ids=["before the kernel knows", "while they import"])
 def test_nothing_survives_a_killed_launcher(said: str, start: Callable[..., Up]) -> None:
-    """The kernel ends a child that could ask it to; one that is younger than that looks for its parent itself."""
+    """The kernel kills a child that has set its parent-death signal; a younger child checks for its parent itself."""
     up = start()
     wait_for(lambda: len(up.children()) == 3 and said in up.said, 30)
     family = up.children()
@@ -430,5 +435,5 @@ def test_a_change_that_hangs_can_be_taken_back(start_quickly: Callable[..., Up])
     assert (back.returncode, said) == (0, "prefill 1, decode 1\n")
     _, why = grown.communicate(timeout=START_S)
     assert grown.returncode == 1 and "decode-1 did not start" in why and "a later request to scale" in why
-    same.communicate(timeout=START_S)  # before the one that took it back, or after: that is chance
+    same.communicate(timeout=START_S)  # it may be applied before or after the request that takes it back
     assert server.get("/ready")[0] == 200 and "decode-0" in workers(server)
