@@ -33,7 +33,8 @@ from coordinator.text.tokenizer import LONG, ChatText, TextModel
 
 T = TypeVar("T")
 
-INLINE_BYTES = 32_768
+INLINE_KEY_BYTES = 32_768
+"""Bytes of prompt, times its prefix keys, that are hashed in the event loop; more is hashed by a lane."""
 MAX_COUNTED_TOKENS = 1 << 20
 """Tokens that POST /tokenize returns at most, unless the context length is more."""
 _ID_BYTES = 6
@@ -211,7 +212,7 @@ class ServedModel:
         hellos = self.workers.hellos()
         roots = {hello.dtype: chain_root(cache_salt, hello.fingerprint, hello.dtype) for hello in hellos}
         chains = {dtype: Chain(root, packed) for dtype, root in roots.items()}
-        if len(packed) * len(chains) > INLINE_BYTES:  # computing them later would block the event loop
+        if len(packed) * len(chains) > INLINE_KEY_BYTES:  # computing them later would block the event loop
             await self.in_lane(len(packed) // 4, lambda: [list(chain) for chain in chains.values()])
         return chains
 

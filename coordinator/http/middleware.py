@@ -24,8 +24,8 @@ from coordinator.api.response_encoder import encode
 from coordinator.http.cors import Cors
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.reply import error_body
-from coordinator.http.server import EXPECTATION, internal_error
-from coordinator.requests.errors import RETRY_JITTER
+from coordinator.http.server import EXPECTATION
+from coordinator.requests.errors import RETRY_JITTER, internal
 from coordinator.requests.spec import Json
 
 log = logging.getLogger("tandem.http")
@@ -99,7 +99,7 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
             raise
         except Exception:
             log.exception("%s %s failed", request.method, route(request))
-            response = error_response(internal_error())
+            response = error_response(internal())
         if not response.prepared:
             response.headers["x-request-id"] = request[REQUEST_ID]
             if EXPECTATION in request:

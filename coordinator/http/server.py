@@ -33,7 +33,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from common.core.errors import RequestError, reason
 from common.platform import open_files
 from coordinator.http.repeats import RateLimitedLog
-from coordinator.requests.errors import overloaded
+from coordinator.requests.errors import internal, overloaded
 
 log = logging.getLogger("tandem.http")
 
@@ -345,7 +345,7 @@ class Connection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("a part of another response has been sent already")
         found = malformed_request(exc) if exc is not None else None
-        error = found[1] if found else internal_error()
+        error = found[1] if found else internal()
         if isinstance(exc, TooMuchHeld | TooManyFiles):
             error = overloaded(error.message, RETRY_S)
         response = self._error_response(error)
@@ -411,11 +411,6 @@ def place_of(error: BaseException | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return type(error).__name__ + where
-
-
-def internal_error() -> RequestError:
-    """Return the error for a bug in the server. It gives no details to the client."""
-    return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 
 
 class Server(web.Server):

@@ -44,6 +44,7 @@ def overloaded(waiting: str, retry_after_s: float) -> RequestError:
 
 
 def internal() -> RequestError:
+    """For a bug in the server. It gives no details to the client."""
     return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 
 

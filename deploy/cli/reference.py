@@ -72,12 +72,12 @@ def flags_page() -> str:
 
 def _flag_group(group: str) -> str:
     """A heading and one row per flag and meaning; the same flag may mean different things to different commands."""
-    rows: dict[tuple[str, str], tuple[Option, list[str]]] = {}
+    rows: dict[tuple[str, str, str], tuple[Option, list[str]]] = {}
     for config in CONFIGS:
         names = [name for name, command in COMMANDS.items() if command.config is config]
         for item in options(config):
             if item.group == group:
-                rows.setdefault((item.name, item.help), (item, []))[1].extend(names)
+                rows.setdefault((item.name, item.help, item.default_text), (item, []))[1].extend(names)
     if not rows:
         return ""
     cells = (
