@@ -1,7 +1,7 @@
 """The types of all messages between processes. :mod:`common.net.wire` encodes them.
 
-A message is an array with a leading tag, so that its bytes are few and carry no class names. Adding a field with a
-default at the end is compatible; any other change requires a higher ``PROTOCOL``. The fields of :class:`AnyHello`,
+A message is an array with a leading tag, so that its bytes are few and carry no class names. A reader refuses fields
+that it does not know, so every change of fields requires a higher ``PROTOCOL``. The fields of :class:`AnyHello`,
 :class:`AnyMessage`, Rejoin and Rejected must never move: with them a coordinator recognizes and refuses workers of
 another version.
 

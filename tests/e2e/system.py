@@ -368,14 +368,17 @@ def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
         choice.logprobs += logprobs["token_logprobs"]
 
 
-_WIRE_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
-_WIRE_FIELDS += ("presence_penalty", "min_tokens", "ignore_eos")
+_OTHER_FIELDS = {"n", "cache_salt", "stop", "stream", "echo", "priority", "return_token_ids", "return_metrics"}
+"""Fields of requests here that are not the sampler's."""
 SEED_MASK = (1 << 64) - 1  # the API accepts negative seeds and takes them modulo 2**64
 
 
 def sampling_of(fields: dict[str, Any]) -> SamplingParams:
     """Return the sampling parameters that a request with these JSON fields asks for."""
-    chosen = {name: fields[name] for name in _WIRE_FIELDS if name in fields}
+    known = set(SamplingParams.__struct_fields__)
+    assert fields.keys() <= known | _OTHER_FIELDS, "a field that the reference would not see"
+    converted = {"seed", "logit_bias", "stop_token_ids", "logprobs"}
+    chosen = {name: value for name, value in fields.items() if name in known - converted}
     bias = {int(token): float(value) for token, value in fields.get("logit_bias", {}).items()}
     stops = tuple(fields.get("stop_token_ids", ()))
     chosen["seed"] = fields.get("seed", 0) & SEED_MASK

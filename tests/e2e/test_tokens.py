@@ -143,9 +143,9 @@ def mixed(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     return [(prompt, {**fields, "logprobs": 1, "cache_salt": f"mixed-{seed}"}) for prompt, fields in requests]
 
 
-async def test_twenty_at_once(setup: Setup, system: System, reference: Reference) -> None:
+async def test_all_at_once(setup: Setup, system: System, reference: Reference) -> None:
     requests = mixed(seed=1)
-    assert len(requests) == 20
+    assert len(requests) == len(LENGTHS) + len(SAMPLED)
     async with system.client() as client:
         answers = await asyncio.gather(*(client.complete(prompt, **fields) for prompt, fields in requests))
         await client.until_idle(within_s=2)
