@@ -12,7 +12,6 @@ import asyncio
 import heapq
 import itertools
 import logging
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -25,7 +24,6 @@ from common.core.ids import (
     Incarnation,
     RequestId,
     TransferId,
-    new_request_id,
     pack_transfers,
     unpack_tokens,
 )
@@ -35,10 +33,8 @@ from common.net.messages import (
     Generate,
     Lease,
     Logprobs,
-    Measure,
     Measured,
     Message,
-    Peer,
     Prefill,
     RequestFailed,
     Resend,
@@ -48,7 +44,8 @@ from common.net.messages import (
     Tokens,
 )
 from coordinator.cluster.gateway import Gateway, Loss
-from coordinator.cluster.link_stats import LinkStats, Trial
+from coordinator.cluster.link_trials import LinkTrials
+from coordinator.cluster.peers import introduce
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.metrics import Metrics
 from coordinator.requests.admission import Admission, RetryBudget
@@ -72,8 +69,6 @@ from coordinator.routing.router import Demand, NoWorkers, Placement, Router, Wai
 
 log = logging.getLogger("tandem.dispatch")
 
-TOKEN_BYTES = 16
-"""Size of the secret that the two ends of a hand-off receive, with which they prove themselves to each other."""
 WORKERLESS_WAIT_S = 10.0
 """How long an admitted request waits when a role has no worker left, or when the workers that are left are too small
 for it. A request with output waits a lease longer, because a hung worker is replaced only when its lease has expired;
@@ -119,7 +114,8 @@ class Dispatcher:
         self.breakers = router.breakers
         self.retries = RetryBudget()
         admission.running = self._running
-        self.link_stats = LinkStats()
+        self._link_trials = LinkTrials(gateway)
+        self.link_stats = self._link_trials.stats
         self.records: dict[bytes, RequestRecord] = {}
         self.draining = False
         self.queue_pressure: QueuePressure | None = None
@@ -381,10 +377,10 @@ class Dispatcher:
         else:
             record.pair = Pair(prefill.id, decode.id)
             self.breakers.placed(record.pair, record.id)
-            token = secrets.token_bytes(TOKEN_BYTES)
+            to_decode, to_prefill = introduce(prefill, decode)
             # Prefill first: the first token depends on it, and a message wakes two threads before the next one leaves
-            reached = self._send(record, prefill, Prefill(request, life.attempt, _peer(decode, token)))
-            reached = reached and self._send(record, decode, Reserve(request, life.attempt, _peer(prefill, token)))
+            reached = self._send(record, prefill, Prefill(request, life.attempt, to_prefill))
+            reached = reached and self._send(record, decode, Reserve(request, life.attempt, to_decode))
         if reached:
             life.move(State.PREFILLING)
         else:
@@ -478,22 +474,11 @@ class Dispatcher:
         if self.router.missing_role() is None:
             for record in self.records.values():
                 record.awaiting_reconnect = False
-        for trial in self.link_stats.trials(worker, self.registry):
-            self._try(trial)
+        self._link_trials.begin(worker)
         self.pump_soon()
 
-    def _try(self, trial: Trial) -> None:
-        """Send a trial hand-off to its two ends, to decode first, because it must expect what prefill offers."""
-        request, tokens = new_request_id(), trial.tokens
-        token = secrets.token_bytes(TOKEN_BYTES)
-        if self.gateway.send(trial.decode, Measure(request, 0, _peer(trial.prefill, token), tokens)):
-            self.gateway.send(trial.prefill, Measure(request, 0, _peer(trial.decode, token), tokens))
-
     def measured(self, worker: WorkerHandle, message: Measured) -> None:
-        """Record the result of a trial hand-off and start the trial that follows it, if any."""
-        decode = self.registry.get(message.decode)
-        if decode is not None and (trial := self.link_stats.measured(worker, decode, message)) is not None:
-            self._try(trial)
+        self._link_trials.measured(worker, message)
 
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
         """Retry the requests of a worker that was lost without a Goodbye.
@@ -587,7 +572,7 @@ class Dispatcher:
     def _requests_lost_with(self, worker: WorkerHandle) -> list[RequestRecord]:
         """Forget a worker that is gone and return the requests whose current attempt is lost with it."""
         self.router.forget(worker)
-        self.link_stats.forget(worker)
+        self._link_trials.forget(worker)
         self._emptied.pop(worker.id, None)
         records = [record for record in self._on.pop(worker.id, {}).values() if record.life.needs(worker.id)]
         if records:
@@ -893,11 +878,6 @@ def _sampling_on(decode: WorkerHandle, record: RequestRecord) -> SamplingParams:
         raise InvariantBroken(f"{decode.hello.name} is {missing} tokens too small for a request placed on it")
     most = sampling.max_tokens - missing
     return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-
-
-def _peer(worker: WorkerHandle, token: bytes) -> Peer:
-    hello = worker.hello
-    return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype, token)
 
 
 def _ids(joined: bytes) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from common.core import ids
-from coordinator.requests import dispatcher
+from coordinator.cluster import peers
 from kvtransfer.links import shm
 from tests.simulation import network
 from tests.simulation.history import History
@@ -158,7 +158,7 @@ def _chance(rng: Random) -> Iterator[None]:
     """Draw ids from the seed, and use the same hand-off secrets in every history."""
     source = SimpleNamespace(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
     tokens = SimpleNamespace(token_bytes=Random(0).randbytes)  # secrets are only compared; their values do not matter
-    with mock.patch.object(ids, "secrets", source), mock.patch.object(dispatcher, "secrets", tokens):
+    with mock.patch.object(ids, "secrets", source), mock.patch.object(peers, "secrets", tokens):
         yield
 
 
