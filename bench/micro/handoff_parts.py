@@ -183,7 +183,7 @@ class Watch:
             record.life.decoding()
             records[record.id] = record
             self.dispatcher.records[record.id] = record
-        self.records = self.dispatcher._on[DECODE] = records
+        self.records = self.dispatcher._assignments._on[DECODE] = records
         self._beat = Heartbeat(DECODE, 9, b"".join(records), 9, 9, 9, 9, 9, 9, -1, False, COUNTERS, 40)
 
     def heartbeat(self, wire: Wire) -> float:

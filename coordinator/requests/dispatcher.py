@@ -9,12 +9,11 @@ Knows neither text nor HTTP: tokens go to a ``Client``.
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,19 +21,14 @@ from common.core.errors import InvariantBroken, RequestError, WireError
 from common.core.ids import (
     REQUEST_ID_BYTES,
     Incarnation,
-    RequestId,
-    TransferId,
-    pack_transfers,
     unpack_tokens,
 )
 from common.core.request import FinishReason, Request, SamplingParams
 from common.net.messages import (
     Abort,
     Generate,
-    Lease,
     Logprobs,
     Measured,
-    Message,
     Prefill,
     RequestFailed,
     Resend,
@@ -48,7 +42,8 @@ from coordinator.cluster.link_trials import LinkTrials
 from coordinator.cluster.peers import introduce
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.metrics import Metrics
-from coordinator.requests.admission import Admission, RetryBudget
+from coordinator.requests.admission import Admission
+from coordinator.requests.assignments import Assignments
 from coordinator.requests.errors import (
     given_up,
     internal,
@@ -60,10 +55,13 @@ from coordinator.requests.errors import (
     too_large,
     worker_error,
 )
+from coordinator.requests.ping_rounds import PingRounds
+from coordinator.requests.placement_timer import PlacementTimer
+from coordinator.requests.queue import RequestQueue
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.residence import Running
 from coordinator.requests.state import Contradiction, Gap, State
-from coordinator.routing.breakers import Alone, Pair
+from coordinator.routing.breakers import Alone
 from coordinator.routing.queue_pressure import QueuePressure
 from coordinator.routing.router import Demand, NoWorkers, Placement, Router, Wait
 
@@ -84,17 +82,22 @@ MISSED_BEATS = 3
 """A worker does not have a request that this many of its heartbeats in a row omit, although it got a Resend for the
 missing tokens after each earlier one. One omission proves nothing: tokens travel on another socket than heartbeats."""
 _FINISHES = tuple(FinishReason)
-_LEFTOVERS = 64
-"""Number of stale queue entries, of requests that have left the queue, that never triggers a rebuild of the heap."""
 STALL_INTERVALS, STALL_STEPS = 20, 4
 """A stream without tokens for longer than the failure timeout, this many of its median intervals and this many of its
 worker's longest steps is retried on another worker, unless its worker lists it as resting."""
 RETRY_DELAY_S = 0.1
 """Delay before a retry after a worker reported a failure, because an immediate retry would meet the same conditions."""
-ANSWERS_S = 0.2
-"""After a worker's death its requests wait this long at most for the other workers to answer a Ping, so that none is
-placed on a worker that died at the same time. A request that then has to wait for capacity sends another Ping, because
-workers that answered the first may have died since."""
+
+
+class _Stays(NamedTuple):
+    """Why a pass leaves a request in the queue. ``ends_pass``: later requests must not overtake it. ``workerless``:
+    whether that is for lack of workers; None if they do not matter."""
+
+    ends_pass: bool
+    workerless: bool | None = None
+
+
+_SKIP, _END = _Stays(ends_pass=False), _Stays(ends_pass=True)
 
 
 class Dispatcher:
@@ -112,7 +115,6 @@ class Dispatcher:
         self.registry: Registry = gateway.registry
         self.times = self.registry.times
         self.breakers = router.breakers
-        self.retries = RetryBudget()
         admission.running = self._running
         self._link_trials = LinkTrials(gateway)
         self.link_stats = self._link_trials.stats
@@ -120,29 +122,20 @@ class Dispatcher:
         self.draining = False
         self.queue_pressure: QueuePressure | None = None
         """Set if a launcher wants to be informed of queue pressure."""
-        self._queue: list[tuple[int, int, RequestRecord]] = []
-        self._queued = 0
-        self._orders = itertools.count()
-        self._on: dict[Incarnation, dict[RequestId, RequestRecord]] = {}
-        """The requests that were sent to each worker."""
+        self._clock = gateway.clock
+        self._loop = loop or asyncio.get_running_loop()
+        self._queue = RequestQueue()
+        self._timer = PlacementTimer(self._queue, self._place_queued, self._loop, self._clock)
+        self._pings = PingRounds(gateway)
+        self._assignments = Assignments(gateway, router)
         self._emptied: dict[Incarnation, int] = {}
         """``Gateway.times_emptied`` at the last heartbeat of each worker that counted."""
         self._suspects: dict[Incarnation, list[RequestRecord]] = {}
         """For each worker that may have crashed, the requests suspected as the cause, until its death is confirmed or
         refuted."""
-        self._asking = 0
-        """Number of the last Ping."""
-        self._asked_for: dict[RequestId, RequestRecord] = {}
-        """Queued requests that wait until every worker has answered the last Ping."""
-        self._clock = gateway.clock
-        self._loop = loop or asyncio.get_running_loop()
-        self._pumping = False
-        self._later: asyncio.TimerHandle | None = None
         self._workerless_since: float | None = None
         self._rejoin_until = -inf
         """Until this time, workers of a previous coordinator may still join."""
-        self._shortages = 0
-        """How often a pass over the queue stopped because no worker had capacity."""
         self._ticks: asyncio.TimerHandle | None = None
         self._leases_due = 0.0
 
@@ -154,9 +147,9 @@ class Dispatcher:
         self._next_tick()
 
     def close(self) -> None:
-        for timer in (self._ticks, self._later):
-            if timer is not None:
-                timer.cancel()
+        if self._ticks is not None:
+            self._ticks.cancel()
+        self._timer.at(None)
         for record in list(self.records.values()):
             self.abort(record)
 
@@ -184,11 +177,12 @@ class Dispatcher:
             first_try=first_try,
         )
         for record in records:
-            record.order, record.awaiting_reconnect = next(self._orders), role is not None
+            record.awaiting_reconnect = role is not None
+            self._queue.number(record)
             self.records[record.id] = record
             record.timer = self._loop.call_later(record.deadline_at - now, self._expire, record)
-            self._enqueue(record)
-        self.pump()
+            self._queue.push(record)
+        self._timer.now()
 
     def _may_come(self, role: Role, now: float) -> bool:
         """Return whether a worker that does the work of ``role`` may join in a moment: one whose connection has broken,
@@ -241,14 +235,14 @@ class Dispatcher:
         elif record.placed_at is not None:
             self.admission.freed(self._clock() - record.placed_at)
         if tell_workers:
-            self._tell(record.life.workers, Abort(record.id, record.life.attempt))
+            self._assignments.abort(record.life.workers, Abort(record.id, record.life.attempt))
         record.life.move(state)
         record.finished_at = self._clock()
-        self._take_off(record)
+        self._assignments.release(record)
         if record.timer is not None:
             record.timer.cancel()
         self.records.pop(record.id, None)
-        self.pump_soon()
+        self._timer.soon()
 
     # -- the queue ------------------------------------------------------------------------------------------------
 
@@ -259,28 +253,12 @@ class Dispatcher:
             if record.placed_at is not None and not record.queued:
                 yield Running(now - record.placed_at, record.limit_s)
 
-    def _enqueue(self, record: RequestRecord) -> None:
-        record.queued = True
-        self._queued += 1
-        heapq.heappush(self._queue, (record.priority, record.order, record))
-
     def _leave_queue(self, record: RequestRecord, *, placed: bool) -> None:
-        record.queued = False
-        self._queued -= 1
-        self._asked_for.pop(record.id, None)
-        if len(self._queue) > 2 * self._queued + _LEFTOVERS:  # stale entries behind a waiting request are never popped
-            self._queue = [entry for entry in self._queue if entry[2].queued]
-            heapq.heapify(self._queue)
+        self._queue.leave(record)
+        self._pings.forget(record)
         self.admission.leave(record.prompt_length, self._clock(), placed=placed, priority=record.priority)
 
-    def pump_soon(self) -> None:
-        """Schedule one :meth:`pump` after the callbacks that are due, so that many requests that end in one turn of the
-        event loop cost one pass over the queue."""
-        if self._queue and not self._pumping:
-            self._pumping = True
-            self._loop.call_soon(self.pump)
-
-    def pump(self) -> None:
+    def _place_queued(self) -> None:
         """Place queued requests in order until one does not fit; it stays ahead of later ones.
 
         These requests are skipped, so that later ones may go first: one that no ready worker could hold even if idle
@@ -289,56 +267,53 @@ class Dispatcher:
         suspects. A request that has just lost its worker and waits for answers to a Ping is not skipped: it keeps its
         place, and the pass ends.
         """
-        self._pumping = False
         workerless, now = False, self._clock()
-        aside: list[tuple[int, int, RequestRecord]] = []
+        aside: list[RequestRecord] = []
         moments: list[float] = []
         try:
-            while self._queue:
-                record = self._queue[0][2]
-                if not record.queued:
-                    heapq.heappop(self._queue)
+            while (record := self._queue.first()) is not None:
+                decision = self._decide(record, now)
+                if isinstance(decision, Placement):
+                    self._leave_queue(self._queue.pop(), placed=True)
+                    self._place(record, decision)
+                    record.unplaceable_since, record.accepts_truncation = None, False
                     continue
-                if record.pending_crash_verdict is not None:
-                    aside.append(heapq.heappop(self._queue))
-                    continue
-                if record.not_before > now and record.id in self._asked_for:
-                    moments.append(record.not_before)
+                if decision.workerless is not None:
+                    workerless = decision.workerless
+                moments.append(record.not_before)
+                if decision.ends_pass:
                     break
-                if record.life.attempt and (record.not_before > now or not self.retries.allows(len(self.records))):
-                    aside.append(heapq.heappop(self._queue))
-                    continue
-                verdict = self.router.place(self._demand(record))
-                if isinstance(verdict, Wait) and not self.router.could_serve(record.demand()):
-                    record.unplaceable_since = record.unplaceable_since or now
-                    aside.append(heapq.heappop(self._queue))
-                    continue
-                if record.life.suspect and not isinstance(verdict, Placement):
-                    workerless |= isinstance(verdict, NoWorkers)
-                    record.shortage = -1
-                    aside.append(heapq.heappop(self._queue))
-                    continue
-                if not isinstance(verdict, Placement):
-                    workerless = isinstance(verdict, NoWorkers)
-                    self._shortages += 1
-                    break
-                if record.life.crashes and record.shortage != self._shortages:
-                    self._ask_who_lives([record])
-                    moments.append(record.not_before)
-                    break
-                heapq.heappop(self._queue)
-                self._leave_queue(record, placed=True)
-                self._place(record, verdict)
-                record.unplaceable_since, record.accepts_truncation = None, False
+                aside.append(self._queue.pop())
         finally:  # also if placing a request raises
-            for entry in aside:
-                heapq.heappush(self._queue, entry)
-        moments += [entry[2].not_before for entry in aside]
-        self._pump_at(min((moment for moment in moments if moment > now), default=None))
+            self._queue.put_back(aside)
+        self._timer.at(min((moment for moment in moments if moment > now), default=None))
         if not workerless:
             self._workerless_since = None
         elif self._workerless_since is None:
             self._workerless_since = self._clock()
+
+    def _decide(self, record: RequestRecord, now: float) -> Placement | _Stays:
+        """Return where the request goes now, or that it stays in the queue."""
+        if record.pending_crash_verdict is not None:
+            return _SKIP
+        if record.not_before > now and self._pings.awaited_by(record):
+            return _END
+        if record.life.attempt and (record.not_before > now or not self._assignments.budget.allows(len(self.records))):
+            return _SKIP
+        verdict = self.router.place(self._demand(record))
+        if isinstance(verdict, Wait) and not self.router.could_serve(record.demand()):
+            record.unplaceable_since = record.unplaceable_since or now
+            return _SKIP
+        if isinstance(verdict, Placement):
+            if record.life.crashes and self._pings.outdated(record):
+                self._pings.ask([record])
+                return _END
+            return verdict
+        if record.life.suspect:
+            self._pings.outdate(record)
+            return _Stays(ends_pass=False, workerless=True) if isinstance(verdict, NoWorkers) else _SKIP
+        self._pings.note_shortage()
+        return _Stays(ends_pass=True, workerless=isinstance(verdict, NoWorkers))
 
     def _demand(self, record: RequestRecord) -> Demand:
         """Return the demand of a request. A suspect is kept apart from the workers of all other suspects."""
@@ -348,39 +323,20 @@ class Dispatcher:
         suspects = [other.life for other in self.records.values() if other is not record and other.life.suspect]
         return replace(demand, apart_from=frozenset(worker for life in suspects for worker in life.workers))
 
-    def _pump_at(self, time: float | None) -> None:
-        """Schedule the next pass over the queue for ``time``, instead of the one scheduled before; None only cancels
-        that one."""
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
-        if time is not None:
-            self._later = self._loop.call_later(time - self._clock() + 0.001, self.pump_soon)
-
     def _place(self, record: RequestRecord, placement: Placement) -> None:
-        """Enter the placement into the ledger and send the request to its workers, Prefill and Reserve together. Must
-        directly follow the router's decision, so that no other promise comes in between."""
+        """Send the request to its workers, Prefill and Reserve together. Must directly follow the router's decision, so
+        that no other promise comes in between."""
         life, now = record.life, self._clock()
-        if life.attempt:
-            self.retries.placed(record.id)
-        record.placement, record.path, record.awaiting_reconnect = placement, placement.path, False
-        record.promise = self.router.promise(record.demand(), placement)
-        if record.placed_at is None:
-            record.placed_at = now
+        self._assignments.assign(record, placement, now)
         prefill, decode = placement.prefill, placement.decode
-        life.place(placement.path, prefill.id if prefill else None, decode.id)
-        for incarnation in life.workers:
-            self.breakers.placed(Alone(incarnation), record.id)
         request = self._request(record, decode, now)
         if prefill is None:
-            reached = self._send(record, decode, Generate(request, life.attempt))
+            reached = self._assignments.send(record, decode, Generate(request, life.attempt))
         else:
-            record.pair = Pair(prefill.id, decode.id)
-            self.breakers.placed(record.pair, record.id)
             to_decode, to_prefill = introduce(prefill, decode)
             # Prefill first: the first token depends on it, and a message wakes two threads before the next one leaves
-            reached = self._send(record, prefill, Prefill(request, life.attempt, to_prefill))
-            reached = reached and self._send(record, decode, Reserve(request, life.attempt, to_decode))
+            reached = self._assignments.send(record, prefill, Prefill(request, life.attempt, to_prefill))
+            reached = reached and self._assignments.send(record, decode, Reserve(request, life.attempt, to_decode))
         if reached:
             life.move(State.PREFILLING)
         else:
@@ -398,34 +354,6 @@ class Dispatcher:
             deadline_ms=max(1, int((record.deadline_at - now) * 1000)),
             ended=tuple(choice for choice, finish in enumerate(record.life.finish) if finish),
         )
-
-    def _send(self, record: RequestRecord, worker: WorkerHandle, message: Message) -> bool:
-        reached = self.gateway.send(worker, message)
-        if reached:
-            record.sent[worker.id] = self.gateway.sent[worker.id]
-            self._on.setdefault(worker.id, {})[record.id] = record
-        return reached
-
-    def _tell(self, workers: Sequence[Incarnation], message: Message) -> None:
-        for incarnation in workers:
-            if (worker := self.registry.get(incarnation)) is not None:
-                self.gateway.send(worker, message)
-
-    def _take_off(self, record: RequestRecord) -> None:
-        """Remove a request that has left its workers from the ledger, the retry budget, the circuit breakers and the
-        index by worker."""
-        self._settle_retry(record)
-        if record.pair is not None:
-            self.breakers.dropped(record.pair, record.id)
-            record.pair = None
-        if record.promise is not None:
-            self.router.release(record.promise)
-            record.promise = None
-        for incarnation in record.sent:
-            self.breakers.dropped(Alone(incarnation), record.id)
-            self._on.get(incarnation, {}).pop(record.id, None)
-        record.sent.clear()
-        record.missed_beats.clear()
 
     # -- retries --------------------------------------------------------------------------------------------------
 
@@ -447,13 +375,13 @@ class Dispatcher:
         if life.retry(on_trial=record.pending_crash_verdict is not None, free=free) == "spent":
             self.fail(record, given_up())
             return
-        self._tell(workers, Abort(record.id, attempt))
-        self._take_off(record)
+        self._assignments.abort(workers, Abort(record.id, attempt))
+        self._assignments.release(record)
         self.metrics.set_back(migration=migrates)
         self.admission.back(record.prompt_length, priority=record.priority)
-        self._enqueue(record)
+        self._queue.push(record)
         record.not_before = self._clock() + delay_s
-        self.pump_soon()
+        self._timer.soon()
 
     def _failed_by(self, worker: WorkerHandle, record: RequestRecord, *, delay_s: float = 0.0) -> None:
         """Retry a request that ``worker`` failed while staying alive. If the worker's circuit breaker is open, the
@@ -463,10 +391,6 @@ class Dispatcher:
         free = not self.breakers.allows(peer) and worker.id not in record.excluded_workers
         self._retry(record, free=free, blamed=worker, delay_s=delay_s)
 
-    def _settle_retry(self, record: RequestRecord) -> None:
-        if self.retries.settled(record.id):
-            self.pump_soon()
-
     # -- events from workers --------------------------------------------------------------------------------------
 
     def on_worker_joined(self, worker: WorkerHandle) -> None:
@@ -475,7 +399,7 @@ class Dispatcher:
             for record in self.records.values():
                 record.awaiting_reconnect = False
         self._link_trials.begin(worker)
-        self.pump_soon()
+        self._timer.soon()
 
     def measured(self, worker: WorkerHandle, message: Measured) -> None:
         self._link_trials.measured(worker, message)
@@ -493,14 +417,15 @@ class Dispatcher:
                 self._retry(record, free=how is Loss.RECONNECTED and record.life.disconnected())
         elif records:
             self._lost_by_a_crash(worker, records)
-        self._look_for_answers()
-        self.pump_soon()
+        if self._pings.complete():
+            self._timer.soon()
+        self._timer.soon()
 
     def _lost_by_a_crash(self, worker: WorkerHandle, records: Sequence[RequestRecord]) -> None:
         """Retry the requests of a worker that may have crashed, and note which of them are suspected as the cause. A
         worker that never answered the Ping sent before it got a request was dead by then, so that request is no
         cause."""
-        dead_before = {record.id for record in records if worker.answered < record.asked}
+        dead_before = {record.id for record in records if self._pings.dead_before(worker, record)}
         suspects = [each for each in records if each.id not in dead_before and each.life.on_worker_lost(worker.id)]
         if suspects:
             self._suspects[worker.id] = suspects
@@ -509,24 +434,7 @@ class Dispatcher:
         for record in records:
             free = record.id in dead_before or record.life.on_worker_unconfirmed(worker.id)
             self._retry(record, free=free)
-        self._ask_who_lives(records)
-
-    def _ask_who_lives(self, records: Sequence[RequestRecord]) -> None:
-        """Ping all workers; ``records`` are not placed before every worker has answered or ANSWERS_S has passed."""
-        self._asking, now = self.gateway.ask(), self._clock()
-        for record in records:
-            record.asked, record.not_before, record.shortage = self._asking, now + ANSWERS_S, self._shortages
-            if record.queued:
-                self._asked_for[record.id] = record
-
-    def _look_for_answers(self) -> None:
-        """Once every worker has answered the last Ping, let the requests that wait for this be placed."""
-        if self._asked_for and all(worker.answered >= self._asking for worker in self.registry):
-            now = self._clock()
-            for record in self._asked_for.values():
-                record.not_before = now
-            self._asked_for.clear()
-            self.pump_soon()
+        self._pings.ask(records)
 
     def on_worker_died(self, worker: Incarnation) -> None:
         """Settle the suspicions about a worker whose death is confirmed.
@@ -561,20 +469,20 @@ class Dispatcher:
             record.pending_crash_verdict = None
             if record.life.spent:
                 self.fail(record, given_up())
-        self.pump_soon()
+        self._timer.soon()
 
     def on_worker_left(self, worker: WorkerHandle) -> None:
         """Retry, free of charge, the requests of a worker that said Goodbye before it had finished them."""
         for record in self._requests_lost_with(worker):
             self._retry(record, free=True)
-        self.pump_soon()
+        self._timer.soon()
 
     def _requests_lost_with(self, worker: WorkerHandle) -> list[RequestRecord]:
         """Forget a worker that is gone and return the requests whose current attempt is lost with it."""
         self.router.forget(worker)
         self._link_trials.forget(worker)
         self._emptied.pop(worker.id, None)
-        records = [record for record in self._on.pop(worker.id, {}).values() if record.life.needs(worker.id)]
+        records = [record for record in self._assignments.forget(worker.id) if record.life.needs(worker.id)]
         if records:
             log.info("requests of %s that are retried: %d", worker.hello.name, len(records))
         return records
@@ -623,10 +531,11 @@ class Dispatcher:
             return
         life.spoke(worker.id)
         if not self.breakers.calm and self.breakers.succeeded(Alone(worker.id)):
-            self.pump_soon()
+            self._timer.soon()
         if life.crashes and life.survives(len(news.ids)):
-            self.pump_soon()  # other suspects may be placed on its workers now
-        self._settle_retry(record)
+            self._timer.soon()  # other suspects may be placed on its workers now
+        if self._assignments.budget.settled(record.id):
+            self._timer.soon()
         self._note_hand_off(record)
         record.heard_at = now
         record.missed_beats.pop(worker.id, None)
@@ -646,7 +555,7 @@ class Dispatcher:
     def _observe(self, record: RequestRecord, choice: int, count: int, now: float) -> None:
         if record.promise is not None and record.promise.prefill_tokens:
             self.router.prefilled(record.promise)
-            self.pump_soon()  # a prefill worker has room for the next prompt
+            self._timer.soon()  # a prefill worker has room for the next prompt
         if record.first_token_at is None:
             record.first_token_at, record.first_attempt = now, record.life.attempt
             self.metrics.first_token(record, now)
@@ -692,11 +601,8 @@ class Dispatcher:
             self._note_hand_off(record)
 
     def _note_hand_off(self, record: RequestRecord) -> None:
-        """Report an accepted hand-off to the circuit breaker of the pair, once."""
-        if record.pair is not None and record.life.state is State.DECODING:
-            if self.breakers.succeeded(record.pair):
-                self.pump_soon()
-            record.pair = None
+        if record.pair is not None and self._assignments.hand_off_accepted(record):
+            self._timer.soon()
 
     def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
         """Retry or fail a request that ``worker`` has given up."""
@@ -710,10 +616,7 @@ class Dispatcher:
             self._retry(record, free=True)
             return
         log.warning("%s failed a request: %s (%s)", worker.hello.name, message.code, message.detail)
-        if message.code == "transfer_failed" and record.pair is not None:
-            self.breakers.failed(record.pair, record.id, self._clock())
-            record.excluded_pairs |= {record.pair}
-            record.pair = None
+        if message.code == "transfer_failed" and self._assignments.hand_off_failed(record):
             self._retry(record, delay_s=RETRY_DELAY_S)
         elif message.retriable:
             self._failed_by(worker, record, delay_s=RETRY_DELAY_S)
@@ -727,8 +630,9 @@ class Dispatcher:
         A heartbeat counts only if everything that had arrived was read at least once since the last one that counted:
         under a backlog a heartbeat overtakes the tokens that explain it.
         """
-        self._look_for_answers()
-        beat, on, emptied = worker.beat, self._on.get(worker.id), self.gateway.times_emptied
+        if self._pings.complete():
+            self._timer.soon()
+        beat, on, emptied = worker.beat, self._assignments.on(worker.id), self.gateway.times_emptied
         if beat is None or not on or self._emptied.get(worker.id) == emptied:
             return
         self._emptied[worker.id] = emptied
@@ -752,7 +656,7 @@ class Dispatcher:
         once the worker has acted on this, which a worker in a long step has not."""
         life = record.life
         for choice, finish in enumerate(life.finish):
-            if not finish and not self._send(
+            if not finish and not self._assignments.send(
                 record, worker, Resend(record.id, life.attempt, choice, len(life.output[choice]))
             ):
                 return
@@ -787,10 +691,10 @@ class Dispatcher:
         try:
             listened = self.gateway.sweep(now)
             if self.breakers.tick(now):
-                self.pump_soon()
+                self._timer.soon()
             if now >= self._leases_due:
                 self._leases_due = now + self.times.heartbeat_s - self.times.sweep_s / 2
-                self._renew_leases()
+                self._assignments.renew_leases()
             if self.queue_pressure is not None:
                 self.queue_pressure.look(self.router.backlog_steps())
             for worker in list(self.registry) if listened else ():
@@ -805,7 +709,7 @@ class Dispatcher:
 
     def _look_for_stalls(self, worker: WorkerHandle, now: float) -> None:
         """Retry the streams that a live worker lists but for which it sends no tokens."""
-        beat, on = worker.beat, self._on.get(worker.id)
+        beat, on = worker.beat, self._assignments.on(worker.id)
         if beat is None or not on:
             return
         resting, least_s = set(_ids(beat.resting)), self.times.timeout_s
@@ -819,15 +723,6 @@ class Dispatcher:
                 log.warning("%s has sent no tokens of a stream for %.1f s", worker.hello.name, silence_s)
                 self._failed_by(worker, record)
 
-    def _renew_leases(self) -> None:
-        """Send every worker a Lease that lists what it may hold. A worker frees what is not listed, and frees
-        everything when its leases stop."""
-        for worker in list(self.registry):
-            on = self._on.get(worker.id, {})
-            live = pack_transfers(TransferId(record.id, record.life.attempt) for record in on.values())
-            if self.gateway.send(worker, Lease(live, self.gateway.sent[worker.id] + 1)):
-                self.registry.leased(worker, self._clock())
-
     def _next_tick(self) -> None:
         self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)
 
@@ -837,7 +732,7 @@ class Dispatcher:
         if role is None or self._may_come(role, self._clock()):
             return
         least_s = REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S
-        for _, _, record in sorted(self._queue, key=lambda entry: entry[:2]):
+        for record in self._queue.in_order():
             if record.queued and waited_s > self._patience_s(record, least_s):
                 self.fail(record, no_workers(role, starting=self.registry.starting(role)))
 
@@ -845,7 +740,7 @@ class Dispatcher:
         """Fail the queued requests that are too large for the ready workers, once they have waited long enough for
         larger ones. A request without an output limit first accepts a truncated output."""
         longest_s = self.times.lease_s + WORKERLESS_WAIT_S
-        for record in [entry[2] for entry in self._queue]:
+        for record in self._queue.waiting():
             if record.unplaceable_since is None or not record.queued:
                 continue
             if self.router.could_serve(demand := record.demand()):
@@ -854,7 +749,7 @@ class Dispatcher:
                 continue
             elif record.open_ended and not record.accepts_truncation:
                 record.accepts_truncation = True
-                self.pump_soon()
+                self._timer.soon()
             else:
                 reason = None if record.life.started else self._too_large(record)
                 self.fail(record, reason or outgrown(demand.tokens + demand.least))

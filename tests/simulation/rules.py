@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,12 @@ class CheckedDispatcher(Dispatcher):
 
     def start(self) -> None:
         self._failures: dict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=FAILURES))
+        self._watch(self._assignments, "release", self._released)
         super().start()
+
+    def _watch(self, part: object, method: str, check: Callable[..., Any]) -> None:
+        """Call ``check`` instead of a method of a part of the dispatcher, with the method as its first argument."""
+        setattr(part, method, functools.partial(check, getattr(part, method)))
 
     def _place(self, ticket: RequestRecord, placement: Placement) -> None:
         names = {worker.hello.name for worker in (placement.prefill, placement.decode) if worker is not None}
@@ -45,8 +51,7 @@ class CheckedDispatcher(Dispatcher):
             demand = self._demand(ticket)
             return not holders or any(self.router._fits(demand, worker) for worker in holders)
 
-        queued = [ticket for _, _, ticket in sorted(self._queue) if ticket.queued]
-        return {ticket.id for ticket in itertools.dropwhile(fits, queued)}
+        return {ticket.id for ticket in itertools.dropwhile(fits, self._queue.in_order())}
 
     def _look_at_breakers(self, placement: Placement) -> None:
         """Check that a pair whose hand-offs keep failing is not used during its cool-down."""
@@ -79,8 +84,8 @@ class CheckedDispatcher(Dispatcher):
         if again > max(MIN_RETRIES, RETRY_SHARE * len(self.records)):
             self.complain(f"{again} of {len(self.records)} requests are tried again at once")
 
-    def _take_off(self, ticket: RequestRecord) -> None:
-        super()._take_off(ticket)
+    def _released(self, release: Callable[[RequestRecord], None], ticket: RequestRecord) -> None:
+        release(ticket)
         for attempt in _record(ticket).attempts[-1:]:
             attempt.ended = min(attempt.ended, self._clock())
 

@@ -642,7 +642,7 @@ class System:
         left = {
             "tickets": dict(dispatcher.records), "queued requests": self.coordinator.admission.requests,
             "queued tokens": self.coordinator.admission.tokens,
-            "suspects": dispatcher._suspects, "waiting for answers": dispatcher._asked_for,
+            "suspects": dispatcher._suspects, "waiting for answers": dispatcher._pings._waiting,
             "lost or missing": self.coordinator.gateway._losing | self.coordinator.gateway._missing,
         }  # fmt: skip
         for name, worker in self.workers.items():
@@ -666,7 +666,7 @@ class System:
         for pair, breaker in self.coordinator.router.breakers._breakers.items():
             if breaker.state is BreakerState.OPEN and breaker.opens_until < self.clock.now - 1.0:
                 left[f"the breaker of {pair} is still open"] = True
-        for who, on in dispatcher._on.items():
+        for who, on in dispatcher._assignments._on.items():
             left[f"index of {who}"] = on
         return {what: value for what, value in left.items() if value}
 

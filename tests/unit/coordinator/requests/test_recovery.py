@@ -491,8 +491,9 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answe
         bereft, leaving = cluster.dispatcher.records.values()
         dies, dies_too = sorted(workers, key=lambda worker: not on_it(bereft, worker))
         dies.stop()
-        shortages = cluster.dispatcher._shortages
-        await until(lambda: cluster.dispatcher._shortages > shortages, "the other one has answered, and has no room")
+        pings = cluster.dispatcher._pings
+        shortages = pings.shortages
+        await until(lambda: pings.shortages > shortages, "the other one has answered, and has no room")
         dies_too.answers = False  # a killed process sends nothing more
         asked[1].cancel()
         await until(lambda: leaving.id not in cluster.dispatcher.records, "a place is free")
