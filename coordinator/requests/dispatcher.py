@@ -25,7 +25,6 @@ from common.core.ids import (
 )
 from common.core.request import FinishReason, Request, SamplingParams
 from common.net.messages import (
-    Abort,
     Generate,
     Logprobs,
     Measured,
@@ -42,24 +41,23 @@ from coordinator.cluster.link_trials import LinkTrials
 from coordinator.cluster.peers import introduce
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.metrics import Metrics
+from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import Admission
 from coordinator.requests.assignments import Assignments
+from coordinator.requests.crash_verdicts import CrashVerdicts
 from coordinator.requests.errors import (
-    given_up,
     internal,
     no_workers,
     outgrown,
     prompt_too_long,
-    quarantined,
     shutting_down,
     too_large,
-    worker_error,
 )
 from coordinator.requests.ping_rounds import PingRounds
 from coordinator.requests.placement_timer import PlacementTimer
 from coordinator.requests.queue import RequestQueue
 from coordinator.requests.record import RequestRecord
-from coordinator.requests.residence import Running
+from coordinator.requests.recovery import Recovery
 from coordinator.requests.state import Contradiction, Gap, State
 from coordinator.routing.breakers import Alone
 from coordinator.routing.queue_pressure import QueuePressure
@@ -85,8 +83,6 @@ _FINISHES = tuple(FinishReason)
 STALL_INTERVALS, STALL_STEPS = 20, 4
 """A stream without tokens for longer than the failure timeout, this many of its median intervals and this many of its
 worker's longest steps is retried on another worker, unless its worker lists it as resting."""
-RETRY_DELAY_S = 0.1
-"""Delay before a retry after a worker reported a failure, because an immediate retry would meet the same conditions."""
 
 
 class _Stays(NamedTuple):
@@ -115,10 +111,8 @@ class Dispatcher:
         self.registry: Registry = gateway.registry
         self.times = self.registry.times
         self.breakers = router.breakers
-        admission.running = self._running
         self._link_trials = LinkTrials(gateway)
         self.link_stats = self._link_trials.stats
-        self.records: dict[bytes, RequestRecord] = {}
         self.draining = False
         self.queue_pressure: QueuePressure | None = None
         """Set if a launcher wants to be informed of queue pressure."""
@@ -128,11 +122,15 @@ class Dispatcher:
         self._timer = PlacementTimer(self._queue, self._place_queued, self._loop, self._clock)
         self._pings = PingRounds(gateway)
         self._assignments = Assignments(gateway, router)
+        self._active = ActiveRequests(
+            admission, metrics, self._queue, self._timer, self._pings, self._assignments, self._loop, self._clock
+        )
+        self._recovery = Recovery(gateway, router.breakers, metrics, self._active, self._assignments)
+        self._crashes = CrashVerdicts(self._active, self._recovery, self._pings, self._timer)
+        self.records = self._active.records
+        admission.running = self._active.running
         self._emptied: dict[Incarnation, int] = {}
         """``Gateway.times_emptied`` at the last heartbeat of each worker that counted."""
-        self._suspects: dict[Incarnation, list[RequestRecord]] = {}
-        """For each worker that may have crashed, the requests suspected as the cause, until its death is confirmed or
-        refuted."""
         self._workerless_since: float | None = None
         self._rejoin_until = -inf
         """Until this time, workers of a previous coordinator may still join."""
@@ -178,11 +176,17 @@ class Dispatcher:
         )
         for record in records:
             record.awaiting_reconnect = role is not None
-            self._queue.number(record)
-            self.records[record.id] = record
-            record.timer = self._loop.call_later(record.deadline_at - now, self._expire, record)
-            self._queue.push(record)
+            self._active.open(record, now)
         self._timer.now()
+
+    def abort(self, record: RequestRecord) -> None:
+        """End a request whose client has left or wants no more output. Idempotent; ignores a request that was not
+        admitted."""
+        self._active.abort(record)
+
+    def fail(self, record: RequestRecord, error: RequestError) -> None:
+        """End the request with an error that is sent to the client. Idempotent."""
+        self._active.fail(record, error)
 
     def _may_come(self, role: Role, now: float) -> bool:
         """Return whether a worker that does the work of ``role`` may join in a moment: one whose connection has broken,
@@ -190,20 +194,6 @@ class Dispatcher:
         for the latter."""
         rejoining = now < self._rejoin_until and not self.registry.had(role) and not self.draining
         return rejoining or self.gateway.may_return(role)
-
-    def abort(self, record: RequestRecord) -> None:
-        """End a request whose client has left or wants no more output. Idempotent; ignores a request that was not
-        admitted."""
-        if record.id in self.records:
-            self._end(record, State.ABORTED, tell_workers=True)
-            self.metrics.ended(record, "aborted")
-
-    def fail(self, record: RequestRecord, error: RequestError) -> None:
-        """End the request with an error that is sent to the client. Idempotent."""
-        if not record.life.over:
-            self._end(record, State.FAILED, tell_workers=True)
-            self.metrics.ended(record, "failed")
-            record.client.failed(record, error)
 
     def _too_large(self, record: RequestRecord) -> RequestError | None:
         """Return the error for a request that none of the known workers could hold even if idle, else None."""
@@ -214,49 +204,7 @@ class Dispatcher:
         longest = self.router.longest_prompt()
         return None if longest is None or demand.tokens <= longest else prompt_too_long(demand.tokens, longest)
 
-    def _expire(self, record: RequestRecord) -> None:
-        if record.placed_at is not None:
-            self.admission.served(self._clock() - record.placed_at)
-        waiting = "waiting for a worker" if record.life.state is State.QUEUED else f"still {record.life.state.value}"
-        self.fail(
-            record,
-            RequestError(
-                f"The request's deadline passed while it was {waiting}.",
-                status=504,
-                type="timeout_error",
-                code="request_timeout",
-            ),
-        )
-
-    def _end(self, record: RequestRecord, state: State, *, tell_workers: bool) -> None:
-        """Move the request to a terminal state and release all that it holds. Every request ends through here."""
-        if record.queued:
-            self._leave_queue(record, placed=False)
-        elif record.placed_at is not None:
-            self.admission.freed(self._clock() - record.placed_at)
-        if tell_workers:
-            self._assignments.abort(record.life.workers, Abort(record.id, record.life.attempt))
-        record.life.move(state)
-        record.finished_at = self._clock()
-        self._assignments.release(record)
-        if record.timer is not None:
-            record.timer.cancel()
-        self.records.pop(record.id, None)
-        self._timer.soon()
-
     # -- the queue ------------------------------------------------------------------------------------------------
-
-    def _running(self) -> Iterator[Running]:
-        """Yield the requests that are on workers."""
-        now = self._clock()
-        for record in self.records.values():
-            if record.placed_at is not None and not record.queued:
-                yield Running(now - record.placed_at, record.limit_s)
-
-    def _leave_queue(self, record: RequestRecord, *, placed: bool) -> None:
-        self._queue.leave(record)
-        self._pings.forget(record)
-        self.admission.leave(record.prompt_length, self._clock(), placed=placed, priority=record.priority)
 
     def _place_queued(self) -> None:
         """Place queued requests in order until one does not fit; it stays ahead of later ones.
@@ -274,7 +222,7 @@ class Dispatcher:
             while (record := self._queue.first()) is not None:
                 decision = self._decide(record, now)
                 if isinstance(decision, Placement):
-                    self._leave_queue(self._queue.pop(), placed=True)
+                    self._active.leave_queue(self._queue.pop(), placed=True)
                     self._place(record, decision)
                     record.unplaceable_since, record.accepts_truncation = None, False
                     continue
@@ -340,7 +288,7 @@ class Dispatcher:
         if reached:
             life.move(State.PREFILLING)
         else:
-            self._retry(record)
+            self._recovery.retry(record)
 
     def _request(self, record: RequestRecord, decode: WorkerHandle, now: float) -> Request:
         return Request(
@@ -354,42 +302,6 @@ class Dispatcher:
             deadline_ms=max(1, int((record.deadline_at - now) * 1000)),
             ended=tuple(choice for choice, finish in enumerate(record.life.finish) if finish),
         )
-
-    # -- retries --------------------------------------------------------------------------------------------------
-
-    def _retry(
-        self,
-        record: RequestRecord,
-        *,
-        free: bool = False,
-        blamed: WorkerHandle | None = None,
-        delay_s: float = 0.0,
-    ) -> None:
-        """Give up the current attempt and queue the request again, or fail it if its retry budget is spent. ``blamed``
-        is a live worker that caused the loss and is avoided from now on; ``free`` as in :meth:`RequestState.retry`;
-        ``delay_s`` delays the next placement."""
-        if blamed is not None:
-            record.excluded_workers |= {blamed.id}
-        life = record.life
-        workers, attempt, migrates = life.workers, life.attempt, life.started
-        if life.retry(on_trial=record.pending_crash_verdict is not None, free=free) == "spent":
-            self.fail(record, given_up())
-            return
-        self._assignments.abort(workers, Abort(record.id, attempt))
-        self._assignments.release(record)
-        self.metrics.set_back(migration=migrates)
-        self.admission.back(record.prompt_length, priority=record.priority)
-        self._queue.push(record)
-        record.not_before = self._clock() + delay_s
-        self._timer.soon()
-
-    def _failed_by(self, worker: WorkerHandle, record: RequestRecord, *, delay_s: float = 0.0) -> None:
-        """Retry a request that ``worker`` failed while staying alive. If the worker's circuit breaker is open, the
-        retry is free once per worker: a worker that fails every request says nothing about this one."""
-        peer = Alone(worker.id)
-        self.breakers.failed(peer, record.id, self._clock())
-        free = not self.breakers.allows(peer) and worker.id not in record.excluded_workers
-        self._retry(record, free=free, blamed=worker, delay_s=delay_s)
 
     # -- events from workers --------------------------------------------------------------------------------------
 
@@ -414,67 +326,23 @@ class Dispatcher:
         records = self._requests_lost_with(worker)
         if how is not Loss.MISSING:
             for record in records:
-                self._retry(record, free=how is Loss.RECONNECTED and record.life.disconnected())
+                self._recovery.retry(record, free=how is Loss.RECONNECTED and record.life.disconnected())
         elif records:
-            self._lost_by_a_crash(worker, records)
+            self._crashes.worker_missing(worker, records)
         if self._pings.complete():
             self._timer.soon()
         self._timer.soon()
 
-    def _lost_by_a_crash(self, worker: WorkerHandle, records: Sequence[RequestRecord]) -> None:
-        """Retry the requests of a worker that may have crashed, and note which of them are suspected as the cause. A
-        worker that never answered the Ping sent before it got a request was dead by then, so that request is no
-        cause."""
-        dead_before = {record.id for record in records if self._pings.dead_before(worker, record)}
-        suspects = [each for each in records if each.id not in dead_before and each.life.on_worker_lost(worker.id)]
-        if suspects:
-            self._suspects[worker.id] = suspects
-        for record in suspects:
-            record.pending_crash_verdict = worker.id
-        for record in records:
-            free = record.id in dead_before or record.life.on_worker_unconfirmed(worker.id)
-            self._retry(record, free=free)
-        self._pings.ask(records)
-
     def on_worker_died(self, worker: Incarnation) -> None:
-        """Settle the suspicions about a worker whose death is confirmed.
-
-        If one suspect was involved in more crashes than every other, it is taken to be the cause and fails. Several
-        with equally many are retried apart from each other, so that the next crash identifies the cause.
-        """
-        for record in self.records.values():
-            record.life.on_worker_died(worker)
-        suspects = self._suspects.pop(worker, [])
-        most = max((len(record.life.crashes) for record in suspects), default=0)
-        foremost = [record for record in suspects if len(record.life.crashes) == most]
-        if len(foremost) == 1 and foremost[0].pending_crash_verdict == worker:
-            names = ", ".join(sorted(foremost[0].life.crashes))
-            log.warning("request %s is not retried: the workers that served it died (%s)", foremost[0].id.hex(), names)
-            self.fail(foremost[0], quarantined())
-        self._acquit([record for record in suspects if record.pending_crash_verdict == worker])
+        self._crashes.worker_died(worker)
 
     def on_worker_reconnected(self, worker: Incarnation) -> None:
-        """Clear the requests suspected of crashing a worker that only had lost its connection."""
-        self._suspects.pop(worker, None)
-        for record in self.records.values():
-            record.life.on_worker_reconnected(worker)
-        waiting = [record for record in self.records.values() if record.pending_crash_verdict is not None]
-        self._acquit(
-            [record for record in waiting if record.pending_crash_verdict == worker or not record.life.suspect]
-        )
-
-    def _acquit(self, records: Sequence[RequestRecord]) -> None:
-        """Let the requests be placed again, or fail those whose retry budget is spent."""
-        for record in records:
-            record.pending_crash_verdict = None
-            if record.life.spent:
-                self.fail(record, given_up())
-        self._timer.soon()
+        self._crashes.worker_reconnected(worker)
 
     def on_worker_left(self, worker: WorkerHandle) -> None:
         """Retry, free of charge, the requests of a worker that said Goodbye before it had finished them."""
         for record in self._requests_lost_with(worker):
-            self._retry(record, free=True)
+            self._recovery.retry(record, free=True)
         self._timer.soon()
 
     def _requests_lost_with(self, worker: WorkerHandle) -> list[RequestRecord]:
@@ -515,7 +383,7 @@ class Dispatcher:
         finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
             if attempt == life.attempt and life.needs(worker.id):
-                self._retry(record)
+                self._recovery.retry(record)
             return
         news = life.accept(choice, attempt, message.starts[index], ids, finish)
         if news is None:
@@ -524,7 +392,7 @@ class Dispatcher:
             log.warning(
                 "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index]
             )
-            self._failed_by(worker, record)
+            self._recovery.failed_by(worker, record)
             return
         if isinstance(news, Gap):
             self._ask_again(worker, record, choice, news.start, now)
@@ -544,13 +412,13 @@ class Dispatcher:
             ended = record.client.tokens(record, choice, news.ids, logprobs[news.skip :], finish)
         except Exception:  # an error in one answer's text must not stop the others
             log.exception("an answer could not be written")
-            self.fail(record, internal())
+            self._active.fail(record, internal())
             return
         if ended and not life.over:
             life.end_choice(choice)
             record.cut = True
         if life.finished and not life.over:
-            self._finish(record)
+            self._active.finish(record)
 
     def _observe(self, record: RequestRecord, choice: int, count: int, now: float) -> None:
         if record.promise is not None and record.promise.prefill_tokens:
@@ -563,23 +431,6 @@ class Dispatcher:
             self.metrics.inter_token((now - before) / count, count)
             record.intervals.append((now - before) / count)
         record.last_token_at[choice] = now
-
-    def _finish(self, record: RequestRecord) -> None:
-        """End a request whose choices have all ended. Its workers get an Abort if one of them may hold something of it
-        and does not know of the end."""
-        life = record.life
-        on_prefill = life.path == "disagg" and life.state is not State.DECODING
-        if on_prefill:
-            record.path = "prefill"
-        self._end(record, State.DONE, tell_workers=record.cut or on_prefill)
-        self.metrics.ended(record, "done")
-        if record.placed_at is not None:
-            self.admission.served(self._clock() - record.placed_at)
-        try:
-            record.client.done(record)
-        except Exception:  # the client would wait for ever, and messages that have arrived would stay unread
-            log.exception("the end of an answer could not be written")
-            record.client.failed(record, internal())
 
     def _ask_again(self, worker: WorkerHandle, record: RequestRecord, choice: int, start: int, now: float) -> None:
         if now - record.asked_at >= RESEND_EVERY_S:
@@ -605,23 +456,7 @@ class Dispatcher:
             self._timer.soon()
 
     def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
-        """Retry or fail a request that ``worker`` has given up."""
-        record = self.records.get(message.request)
-        if message.code == "transfer_failed":
-            self.metrics.transfer_failed(message.code)
-        if record is None or message.attempt != record.life.attempt or not record.life.needs(worker.id):
-            return
-        if message.code == "draining":  # this message comes before the heartbeat that reports the drain
-            self.registry.drains(worker)
-            self._retry(record, free=True)
-            return
-        log.warning("%s failed a request: %s (%s)", worker.hello.name, message.code, message.detail)
-        if message.code == "transfer_failed" and self._assignments.hand_off_failed(record):
-            self._retry(record, delay_s=RETRY_DELAY_S)
-        elif message.retriable:
-            self._failed_by(worker, record, delay_s=RETRY_DELAY_S)
-        else:
-            self.fail(record, worker_error(message))
+        self._recovery.failed(worker, message)
 
     def beat(self, worker: WorkerHandle) -> None:
         """Retry the requests that the worker should have but that MISSED_BEATS of its heartbeats in a row do not list;
@@ -644,7 +479,7 @@ class Dispatcher:
             record.missed_beats[worker.id] = missed
             if missed >= MISSED_BEATS:
                 log.warning("%s does not have a request that was sent to it", worker.hello.name)
-                self._failed_by(worker, record)
+                self._recovery.failed_by(worker, record)
             elif missed:
                 self._ask_for_the_end(worker, record)
             elif record.n > 1:
@@ -721,7 +556,7 @@ class Dispatcher:
             silence_s = self.registry.loop_lag.silence(record.heard_at, now)
             if silence_s > max(least_s, STALL_INTERVALS * record.interval_s, STALL_STEPS * beat.longest_ms / 1000):
                 log.warning("%s has sent no tokens of a stream for %.1f s", worker.hello.name, silence_s)
-                self._failed_by(worker, record)
+                self._recovery.failed_by(worker, record)
 
     def _next_tick(self) -> None:
         self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)

@@ -124,11 +124,11 @@ def test_a_place_that_refuses_is_named_without_its_line() -> None:
     names = [place.name for place in refusals.places()]
     assert len(names) == len(set(names))
     assert (
-        "Dispatcher.on_worker_died: quarantined()" in names
+        "CrashVerdicts.worker_died: quarantined()" in names
         and "quarantined: RequestError(500, server_error, request_quarantined)" in names
     )
     assert any(
-        "no transcript reaches Dispatcher.on_worker_died: quarantined()" in each for each in refusals.complaints(set())
+        "no transcript reaches CrashVerdicts.worker_died: quarantined()" in each for each in refusals.complaints(set())
     )
 
 

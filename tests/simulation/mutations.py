@@ -25,7 +25,9 @@ from common.worker.membership import Membership
 from coordinator.cluster import gateway
 from coordinator.cluster.registry import Registry
 from coordinator.cluster.registry import WorkerHandle as Member
+from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import RetryBudget
+from coordinator.requests.crash_verdicts import CrashVerdicts
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import quarantined
 from coordinator.requests.record import RequestRecord
@@ -151,7 +153,7 @@ _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
 _OBJECTION = ReceiverSession.objection
 _ROOM, _DEMAND = router._room, RequestRecord.demand
-_MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
+_MISSING, _LOST = Router.missing_role, CrashVerdicts.worker_missing
 _START_HEART, _RENEWED = Membership._start_heartbeats, Registry.renewed
 
 
@@ -159,12 +161,12 @@ def _leaves(self: Worker, *, crashed: bool = False) -> None:
     _CLOSE(self)
 
 
-def _blames_all(self: Dispatcher, worker: Any) -> None:
+def _blames_all(self: CrashVerdicts, worker: Any) -> None:
     for record in self._suspects.pop(worker, []):
-        self.fail(record, quarantined())
+        self._active.fail(record, quarantined())
 
 
-def _lost_though_dead_before(self: Dispatcher, worker: Member, records: Any) -> None:
+def _lost_though_dead_before(self: CrashVerdicts, worker: Member, records: Any) -> None:
     for record in records:
         record.asked = 0
     _LOST(self, worker, records)
@@ -233,7 +235,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("siblings go on in one block", KvCache, "fork", _forks_without_a_copy, (WRONG_TOKENS, "writes into")),
     ),
     "sleep through deadlines": (
-        Mutation("a deadline passes unseen", Dispatcher, "_expire", _nothing, ("after its deadline",)),
+        Mutation("a deadline passes unseen", ActiveRequests, "_expire", _nothing, ("after its deadline",)),
     ),
     "no inter-token watchdog": (
         Mutation("a worker may be silent about a stream", Dispatcher, "_look_for_stalls", _nothing, (NO_NEXT_TOKEN,)),
@@ -296,14 +298,14 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "blame everybody": (
         Mutation(
-            "all that met two crashes are refused", Dispatcher, "on_worker_died", _blames_all,
+            "all that met two crashes are refused", CrashVerdicts, "worker_died", _blames_all,
             ("beside a poisonous one",),
         ),
     ),
     "the dead die again": (
         Mutation(
             "a request counts as there when a worker dies that was dead when it got it",
-            Dispatcher, "_lost_by_a_crash", _lost_though_dead_before, ("fails with request_quarantined",),
+            CrashVerdicts, "worker_missing", _lost_though_dead_before, ("fails with request_quarantined",),
         ),
     ),
     "a broken connection is a death": (

@@ -29,6 +29,7 @@ class CheckedDispatcher(Dispatcher):
     def start(self) -> None:
         self._failures: dict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=FAILURES))
         self._watch(self._assignments, "release", self._released)
+        self._watch(self._recovery, "failed", self._failed)
         super().start()
 
     def _watch(self, part: object, method: str, check: Callable[..., Any]) -> None:
@@ -94,10 +95,12 @@ class CheckedDispatcher(Dispatcher):
             self._failures.pop(ticket.pair, None)
         super()._note_hand_off(ticket)
 
-    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
+    def _failed(
+        self, failed: Callable[[WorkerHandle, RequestFailed], None], worker: WorkerHandle, message: RequestFailed
+    ) -> None:
         ticket = self.records.get(message.request)
         pair = ticket and ticket.pair
-        super().failed(worker, message)
+        failed(worker, message)
         if ticket is not None and pair and ticket.pair is None and message.code == "transfer_failed":
             failures = self._failures[pair]
             if not _too_many(failures):  # failures of hand-offs that were in flight then add nothing

@@ -642,7 +642,7 @@ class System:
         left = {
             "tickets": dict(dispatcher.records), "queued requests": self.coordinator.admission.requests,
             "queued tokens": self.coordinator.admission.tokens,
-            "suspects": dispatcher._suspects, "waiting for answers": dispatcher._pings._waiting,
+            "suspects": dispatcher._crashes._suspects, "waiting for answers": dispatcher._pings._waiting,
             "lost or missing": self.coordinator.gateway._losing | self.coordinator.gateway._missing,
         }  # fmt: skip
         for name, worker in self.workers.items():
