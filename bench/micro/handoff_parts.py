@@ -208,7 +208,7 @@ class Watch:
                 record.heard_at = now
             self.gateway.registry.sweep(now)
             self.dispatcher.breakers.tick(now)
-            self.dispatcher._look_for_stalls(self.worker, now)
+            self.dispatcher._silence.look_for_stalls(self.worker, now)
 
         return microseconds(once)
 

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 
-from common.core.errors import InvariantBroken, RequestError, WireError
+from common.core.errors import InvariantBroken, RequestError
 from common.core.ids import (
-    REQUEST_ID_BYTES,
     Incarnation,
-    unpack_tokens,
 )
-from common.core.request import FinishReason, Request, SamplingParams
+from common.core.request import Request, SamplingParams
 from common.net.messages import (
     Generate,
-    Logprobs,
     Measured,
     Prefill,
     RequestFailed,
-    Resend,
     Reserve,
     Role,
     Timing,
@@ -46,7 +42,6 @@ from coordinator.requests.admission import Admission
 from coordinator.requests.assignments import Assignments
 from coordinator.requests.crash_verdicts import CrashVerdicts
 from coordinator.requests.errors import (
-    internal,
     no_workers,
     outgrown,
     prompt_too_long,
@@ -58,8 +53,9 @@ from coordinator.requests.placement_timer import PlacementTimer
 from coordinator.requests.queue import RequestQueue
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.recovery import Recovery
-from coordinator.requests.state import Contradiction, Gap, State
-from coordinator.routing.breakers import Alone
+from coordinator.requests.silence_watch import SilenceWatch
+from coordinator.requests.state import State
+from coordinator.requests.token_stream import TokenStream
 from coordinator.routing.queue_pressure import QueuePressure
 from coordinator.routing.router import Demand, NoWorkers, Placement, Router, Wait
 
@@ -74,15 +70,6 @@ STARTING_WAIT_S = 3.0
 workers of a previous coordinator reconnect within a second after this one listens."""
 REJECTED_WAIT_S = 0.5
 """WORKERLESS_WAIT_S for the case that prefill workers are missing and the policy is to reject."""
-RESEND_EVERY_S = 0.2
-"""Minimum interval between two Resend messages that fill gaps of one request."""
-MISSED_BEATS = 3
-"""A worker does not have a request that this many of its heartbeats in a row omit, although it got a Resend for the
-missing tokens after each earlier one. One omission proves nothing: tokens travel on another socket than heartbeats."""
-_FINISHES = tuple(FinishReason)
-STALL_INTERVALS, STALL_STEPS = 20, 4
-"""A stream without tokens for longer than the failure timeout, this many of its median intervals and this many of its
-worker's longest steps is retried on another worker, unless its worker lists it as resting."""
 
 
 class _Stays(NamedTuple):
@@ -127,10 +114,12 @@ class Dispatcher:
         )
         self._recovery = Recovery(gateway, router.breakers, metrics, self._active, self._assignments)
         self._crashes = CrashVerdicts(self._active, self._recovery, self._pings, self._timer)
+        self._silence = SilenceWatch(gateway, self._assignments, self._recovery)
+        self._stream = TokenStream(
+            gateway, router, metrics, self._active, self._assignments, self._recovery, self._timer
+        )
         self.records = self._active.records
         admission.running = self._active.running
-        self._emptied: dict[Incarnation, int] = {}
-        """``Gateway.times_emptied`` at the last heartbeat of each worker that counted."""
         self._workerless_since: float | None = None
         self._rejoin_until = -inf
         """Until this time, workers of a previous coordinator may still join."""
@@ -349,175 +338,25 @@ class Dispatcher:
         """Forget a worker that is gone and return the requests whose current attempt is lost with it."""
         self.router.forget(worker)
         self._link_trials.forget(worker)
-        self._emptied.pop(worker.id, None)
+        self._silence.forget(worker.id)
         records = [record for record in self._assignments.forget(worker.id) if record.life.needs(worker.id)]
         if records:
             log.info("requests of %s that are retried: %d", worker.hello.name, len(records))
         return records
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
-        """Deliver the token spans of one engine step; raises WireError if the columns do not match."""
-        ids = _checked_ids(message)
-        now = self._clock()
-        logprobs = message.logprobs
-        at = 0
-        for index, count in enumerate(message.counts):
-            record = self.records.get(message.requests[index * REQUEST_ID_BYTES : (index + 1) * REQUEST_ID_BYTES])
-            if record is not None:
-                self._span(worker, record, message, index, ids[at : at + count], logprobs[at : at + count], now)
-            at += count
-
-    def _span(
-        self,
-        worker: WorkerHandle,
-        record: RequestRecord,
-        message: Tokens,
-        index: int,
-        ids: list[int],
-        logprobs: Sequence[Logprobs | None],
-        now: float,
-    ) -> None:
-        life, choice, attempt = record.life, message.choices[index], message.attempts[index]
-        if worker.id != life.decode and worker.id != life.prefill:
-            return
-        finish = _FINISHES[message.finish[index]]
-        if finish in (FinishReason.ABORTED, FinishReason.FAILED):
-            if attempt == life.attempt and life.needs(worker.id):
-                self._recovery.retry(record)
-            return
-        news = life.accept(choice, attempt, message.starts[index], ids, finish)
-        if news is None:
-            return
-        if isinstance(news, Contradiction):
-            log.warning(
-                "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index]
-            )
-            self._recovery.failed_by(worker, record)
-            return
-        if isinstance(news, Gap):
-            self._ask_again(worker, record, choice, news.start, now)
-            return
-        life.spoke(worker.id)
-        if not self.breakers.calm and self.breakers.succeeded(Alone(worker.id)):
-            self._timer.soon()
-        if life.crashes and life.survives(len(news.ids)):
-            self._timer.soon()  # other suspects may be placed on its workers now
-        if self._assignments.budget.settled(record.id):
-            self._timer.soon()
-        self._note_hand_off(record)
-        record.heard_at = now
-        record.missed_beats.pop(worker.id, None)
-        self._observe(record, choice, len(news.ids), now)
-        try:
-            ended = record.client.tokens(record, choice, news.ids, logprobs[news.skip :], finish)
-        except Exception:  # an error in one answer's text must not stop the others
-            log.exception("an answer could not be written")
-            self._active.fail(record, internal())
-            return
-        if ended and not life.over:
-            life.end_choice(choice)
-            record.cut = True
-        if life.finished and not life.over:
-            self._active.finish(record)
-
-    def _observe(self, record: RequestRecord, choice: int, count: int, now: float) -> None:
-        if record.promise is not None and record.promise.prefill_tokens:
-            self.router.prefilled(record.promise)
-            self._timer.soon()  # a prefill worker has room for the next prompt
-        if record.first_token_at is None:
-            record.first_token_at, record.first_attempt = now, record.life.attempt
-            self.metrics.first_token(record, now)
-        elif (before := record.last_token_at[choice]) and count:
-            self.metrics.inter_token((now - before) / count, count)
-            record.intervals.append((now - before) / count)
-        record.last_token_at[choice] = now
-
-    def _ask_again(self, worker: WorkerHandle, record: RequestRecord, choice: int, start: int, now: float) -> None:
-        if now - record.asked_at >= RESEND_EVERY_S:
-            record.asked_at = now
-            self.gateway.send(worker, Resend(record.id, record.life.attempt, choice, start))
+        self._stream.tokens(worker, message)
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None:
-        """Record what a worker measured about a request, and that its hand-off was accepted if decode reports."""
-        if "kv_bytes" in message.values:  # also if the request has ended meanwhile
-            self.metrics.transferred(message)
-        record = self.records.get(message.request)
-        if record is None or message.attempt != record.life.attempt:
-            return
-        if record.first_attempt in (None, message.attempt):  # a later attempt shows as a gap in the stream instead
-            record.timings.update(message.values)
-        if worker.id == record.life.decode and record.life.path == "disagg":
-            record.life.decoding()
-            record.heard_at = self._clock()
-            self._note_hand_off(record)
-
-    def _note_hand_off(self, record: RequestRecord) -> None:
-        if record.pair is not None and self._assignments.hand_off_accepted(record):
-            self._timer.soon()
+        self._stream.timing(worker, message)
 
     def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
         self._recovery.failed(worker, message)
 
     def beat(self, worker: WorkerHandle) -> None:
-        """Retry the requests that the worker should have but that MISSED_BEATS of its heartbeats in a row do not list;
-        before that, send a Resend for their missing tokens.
-
-        A heartbeat counts only if everything that had arrived was read at least once since the last one that counted:
-        under a backlog a heartbeat overtakes the tokens that explain it.
-        """
         if self._pings.complete():
             self._timer.soon()
-        beat, on, emptied = worker.beat, self._assignments.on(worker.id), self.gateway.times_emptied
-        if beat is None or not on or self._emptied.get(worker.id) == emptied:
-            return
-        self._emptied[worker.id] = emptied
-        known = set(_ids(beat.live))
-        for record in list(on.values()):
-            if record.sent.get(worker.id, 0) > beat.acted_on or not self._should_have(record, worker):
-                continue
-            missed = 0 if record.id in known else record.missed_beats.get(worker.id, 0) + 1
-            record.missed_beats[worker.id] = missed
-            if missed >= MISSED_BEATS:
-                log.warning("%s does not have a request that was sent to it", worker.hello.name)
-                self._recovery.failed_by(worker, record)
-            elif missed:
-                self._ask_for_the_end(worker, record)
-            elif record.n > 1:
-                self._ask_for_the_silent(worker, record)
-
-    def _ask_for_the_end(self, worker: WorkerHandle, record: RequestRecord) -> None:
-        """Ask the worker to resend the missing tokens of a request that it does not list: it may have finished the
-        request, and its last message was lost. A worker keeps such output for a while. The next heartbeat counts only
-        once the worker has acted on this, which a worker in a long step has not."""
-        life = record.life
-        for choice, finish in enumerate(life.finish):
-            if not finish and not self._assignments.send(
-                record, worker, Resend(record.id, life.attempt, choice, len(life.output[choice]))
-            ):
-                return
-
-    def _ask_for_the_silent(self, worker: WorkerHandle, record: RequestRecord) -> None:
-        """Ask the worker to resend the missing tokens of choices that got none for a heartbeat interval.
-
-        The last message of such a choice may be lost, and heartbeats list the request as long as any other choice goes
-        on, even one that the coordinator has ended. A choice that waits for a slot or for blocks has nothing to resend.
-        These messages are not noted in ``record.sent``, so that heartbeats count whether or not the worker has acted on
-        them.
-        """
-        life = record.life
-        if life.state is not State.DECODING:
-            return
-        for choice, (finish, heard_at) in enumerate(zip(life.finish, record.last_token_at, strict=True)):
-            if not finish and self._clock() - heard_at > self.times.heartbeat_s:
-                self.gateway.send(worker, Resend(record.id, life.attempt, choice, len(life.output[choice])))
-
-    def _should_have(self, record: RequestRecord, worker: WorkerHandle) -> bool:
-        """Return whether the worker must have the request: decode from the reservation to the end, prefill until the
-        first token."""
-        life = record.life
-        if worker.id == life.prefill:
-            return life.state is State.PREFILLING
-        return worker.id == life.decode and life.needs(worker.id)
+        self._silence.beat(worker)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -533,7 +372,7 @@ class Dispatcher:
             if self.queue_pressure is not None:
                 self.queue_pressure.look(self.router.backlog_steps())
             for worker in list(self.registry) if listened else ():
-                self._look_for_stalls(worker, now)
+                self._silence.look_for_stalls(worker, now)
             if self._workerless_since is not None:
                 self._give_up_waiting(now - self._workerless_since)
             self._give_up_stranded(now)
@@ -541,22 +380,6 @@ class Dispatcher:
             log.exception("a sweep over the workers failed")
         finally:
             self._next_tick()
-
-    def _look_for_stalls(self, worker: WorkerHandle, now: float) -> None:
-        """Retry the streams that a live worker lists but for which it sends no tokens."""
-        beat, on = worker.beat, self._assignments.on(worker.id)
-        if beat is None or not on:
-            return
-        resting, least_s = set(_ids(beat.resting)), self.times.timeout_s
-        for record in list(on.values()):
-            if record.life.state is not State.DECODING or record.life.decode != worker.id or record.id in resting:
-                continue
-            if now - record.heard_at <= least_s:  # the common case; the exact limit below is costlier to compute
-                continue
-            silence_s = self.registry.loop_lag.silence(record.heard_at, now)
-            if silence_s > max(least_s, STALL_INTERVALS * record.interval_s, STALL_STEPS * beat.longest_ms / 1000):
-                log.warning("%s has sent no tokens of a stream for %.1f s", worker.hello.name, silence_s)
-                self._recovery.failed_by(worker, record)
 
     def _next_tick(self) -> None:
         self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)
@@ -608,29 +431,3 @@ def _sampling_on(decode: WorkerHandle, record: RequestRecord) -> SamplingParams:
         raise InvariantBroken(f"{decode.hello.name} is {missing} tokens too small for a request placed on it")
     most = sampling.max_tokens - missing
     return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-
-
-def _ids(joined: bytes) -> Iterator[bytes]:
-    """Split joined request ids."""
-    return (joined[at : at + REQUEST_ID_BYTES] for at in range(0, len(joined), REQUEST_ID_BYTES))
-
-
-def _checked_ids(message: Tokens) -> list[int]:
-    """Return the token ids of a message; raises WireError if its columns do not fit together."""
-    rows = len(message.counts)
-    columns = (message.choices, message.attempts, message.starts, message.finish, message.stop_ids)
-    if {rows, *map(len, columns)} != {rows} or len(message.requests) != rows * REQUEST_ID_BYTES:
-        raise WireError("columns of different lengths")
-    try:
-        ids = unpack_tokens(message.ids)
-    except ValueError as error:
-        raise WireError(str(error)) from error
-    if not rows:
-        return ids
-    if min(message.counts) < 0 or min(message.starts) < 0 or sum(message.counts) != len(ids):
-        raise WireError("counts that do not match the tokens")
-    if message.logprobs and len(message.logprobs) != len(ids):
-        raise WireError("log-probabilities that do not match the tokens")
-    if min(message.finish) < 0 or max(message.finish) >= len(_FINISHES):
-        raise WireError("an unknown finish reason")
-    return ids

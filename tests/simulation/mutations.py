@@ -31,7 +31,9 @@ from coordinator.requests.crash_verdicts import CrashVerdicts
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import quarantined
 from coordinator.requests.record import RequestRecord
+from coordinator.requests.silence_watch import SilenceWatch
 from coordinator.requests.state import Accepted, Gap, RequestState
+from coordinator.requests.token_stream import TokenStream
 from coordinator.routing import router
 from coordinator.routing.breakers import Breakers
 from coordinator.routing.router import Demand, Router
@@ -238,7 +240,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("a deadline passes unseen", ActiveRequests, "_expire", _nothing, ("after its deadline",)),
     ),
     "no inter-token watchdog": (
-        Mutation("a worker may be silent about a stream", Dispatcher, "_look_for_stalls", _nothing, (NO_NEXT_TOKEN,)),
+        Mutation("a worker may be silent about a stream", SilenceWatch, "look_for_stalls", _nothing, (NO_NEXT_TOKEN,)),
     ),
     "no hang watchdog": (
         Mutation("a step may take for ever", Registry, "hangs", _no, (NO_FIRST_TOKEN,)),
@@ -269,22 +271,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "no missed beats": (
         Mutation(
             "what a worker does not have is not missed",
-            Dispatcher, "beat", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
+            SilenceWatch, "beat", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
         ),
     ),
     "ends are not asked for": (
         Mutation(
             "what a worker does not list any more is given again at once",
-            Dispatcher, "_ask_for_the_end", _nothing, (NO_NEXT_TOKEN,),
+            SilenceWatch, "_ask_for_the_end", _nothing, (NO_NEXT_TOKEN,),
         ),
     ),
     "no resend": (
-        Mutation("lost tokens are not asked for again", Dispatcher, "_ask_again", _nothing, (NO_NEXT_TOKEN,)),
+        Mutation("lost tokens are not asked for again", TokenStream, "_ask_again", _nothing, (NO_NEXT_TOKEN,)),
     ),
     "siblings are not missed": (
         Mutation(
             "a choice may be silent while another goes on",
-            Dispatcher, "_ask_for_the_silent", _nothing, ("of one choice", NO_NEXT_TOKEN),
+            SilenceWatch, "_ask_for_the_silent", _nothing, ("of one choice", NO_NEXT_TOKEN),
         ),
     ),
     "no retry budget": (

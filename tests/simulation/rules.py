@@ -29,7 +29,9 @@ class CheckedDispatcher(Dispatcher):
     def start(self) -> None:
         self._failures: dict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=FAILURES))
         self._watch(self._assignments, "release", self._released)
+        self._watch(self._assignments, "hand_off_accepted", self._accepted)
         self._watch(self._recovery, "failed", self._failed)
+        self._watch(self._stream, "_span", self._span)
         super().start()
 
     def _watch(self, part: object, method: str, check: Callable[..., Any]) -> None:
@@ -90,10 +92,10 @@ class CheckedDispatcher(Dispatcher):
         for attempt in _record(ticket).attempts[-1:]:
             attempt.ended = min(attempt.ended, self._clock())
 
-    def _note_hand_off(self, ticket: RequestRecord) -> None:
+    def _accepted(self, accepted: Callable[[RequestRecord], bool], ticket: RequestRecord) -> bool:
         if ticket.pair is not None and ticket.life.state is State.DECODING:
             self._failures.pop(ticket.pair, None)
-        super()._note_hand_off(ticket)
+        return accepted(ticket)
 
     def _failed(
         self, failed: Callable[[WorkerHandle, RequestFailed], None], worker: WorkerHandle, message: RequestFailed
@@ -111,9 +113,11 @@ class CheckedDispatcher(Dispatcher):
             del self._failures[pair]
         super().on_worker_lost(worker, how)
 
-    def _span(self, worker: Any, ticket: RequestRecord, message: Tokens, index: int, *rest: Any) -> None:
+    def _span(
+        self, span: Callable[..., None], worker: Any, ticket: RequestRecord, message: Tokens, index: int, *rest: Any
+    ) -> None:
         attempt, before = ticket.life.attempt, ticket.output_length
-        super()._span(worker, ticket, message, index, *rest)
+        span(worker, ticket, message, index, *rest)
         if ticket.output_length > before and message.attempts[index] != attempt:
             self.complain(f"tokens of an older attempt ({message.attempts[index]}, not {attempt}) are taken")
 

@@ -271,7 +271,7 @@ async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
     """Messages wait behind one of too many parts. The time until it is dropped counts as the coordinator's lag."""
     sweeps, looks = list[float](), list[Any]()
     gateway, sweep = cluster.dispatcher.gateway, cluster.dispatcher.gateway.sweep
-    monkeypatch.setattr(cluster.dispatcher, "_look_for_stalls", lambda worker, now: looks.append(worker))
+    monkeypatch.setattr(cluster.dispatcher._silence, "look_for_stalls", lambda worker, now: looks.append(worker))
     with monkeypatch.context() as patch:
         patch.setattr(gateway, "sweep", lambda now: sweeps.append(now) or sweep(now))
         patch.setattr(gateway._socket, "dropping", True)

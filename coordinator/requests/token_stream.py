@@ -1,0 +1,179 @@
+"""The stream of tokens from workers to clients.
+
+Checks each message, accepts the new part of each span, asks for missing parts and measures intervals. Owns the times of
+tokens in the records, and ``record.timings``. Does not know text, or how a lost attempt is retried. Runs for every
+engine step of every worker, so it must stay cheap.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from common.core.errors import WireError
+from common.core.ids import REQUEST_ID_BYTES, unpack_tokens
+from common.core.request import FinishReason
+from common.net.messages import Logprobs, Resend, Timing, Tokens
+from coordinator.cluster.gateway import Gateway
+from coordinator.cluster.registry import WorkerHandle
+from coordinator.metrics import Metrics
+from coordinator.requests.active import ActiveRequests
+from coordinator.requests.assignments import Assignments
+from coordinator.requests.errors import internal
+from coordinator.requests.placement_timer import PlacementTimer
+from coordinator.requests.record import RequestRecord
+from coordinator.requests.recovery import Recovery
+from coordinator.requests.state import Contradiction, Gap
+from coordinator.routing.breakers import Alone
+from coordinator.routing.router import Router
+
+log = logging.getLogger("tandem.dispatch")
+
+RESEND_EVERY_S = 0.2
+"""Minimum interval between two Resend messages that fill gaps of one request."""
+_FINISHES = tuple(FinishReason)
+
+
+class TokenStream:
+    """Delivers the workers' tokens and timings to the requests and their clients."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        router: Router,
+        metrics: Metrics,
+        active: ActiveRequests,
+        assignments: Assignments,
+        recovery: Recovery,
+        timer: PlacementTimer,
+    ) -> None:
+        self._gateway, self._router, self._metrics = gateway, router, metrics
+        self._active, self._assignments, self._recovery, self._timer = active, assignments, recovery, timer
+        self._records, self._breakers, self._clock = active.records, router.breakers, gateway.clock
+
+    def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
+        """Deliver the token spans of one engine step; raises WireError if the columns do not match."""
+        ids = _checked_ids(message)
+        now = self._clock()
+        logprobs = message.logprobs
+        at = 0
+        for index, count in enumerate(message.counts):
+            record = self._records.get(message.requests[index * REQUEST_ID_BYTES : (index + 1) * REQUEST_ID_BYTES])
+            if record is not None:
+                self._span(worker, record, message, index, ids[at : at + count], logprobs[at : at + count], now)
+            at += count
+
+    def _span(
+        self,
+        worker: WorkerHandle,
+        record: RequestRecord,
+        message: Tokens,
+        index: int,
+        ids: list[int],
+        logprobs: Sequence[Logprobs | None],
+        now: float,
+    ) -> None:
+        life, choice, attempt = record.life, message.choices[index], message.attempts[index]
+        if worker.id != life.decode and worker.id != life.prefill:
+            return
+        finish = _FINISHES[message.finish[index]]
+        if finish in (FinishReason.ABORTED, FinishReason.FAILED):
+            if attempt == life.attempt and life.needs(worker.id):
+                self._recovery.retry(record)
+            return
+        news = life.accept(choice, attempt, message.starts[index], ids, finish)
+        if news is None:
+            return
+        if isinstance(news, Contradiction):
+            log.warning(
+                "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index]
+            )
+            self._recovery.failed_by(worker, record)
+            return
+        if isinstance(news, Gap):
+            self._ask_again(worker, record, choice, news.start, now)
+            return
+        self._note_progress(worker, record, len(news.ids), now)
+        self._observe(record, choice, len(news.ids), now)
+        try:
+            ended = record.client.tokens(record, choice, news.ids, logprobs[news.skip :], finish)
+        except Exception:  # an error in one answer's text must not stop the others
+            log.exception("an answer could not be written")
+            self._active.fail(record, internal())
+            return
+        if ended and not life.over:
+            life.end_choice(choice)
+            record.cut = True
+        if life.finished and not life.over:
+            self._active.finish(record)
+
+    def _note_progress(self, worker: WorkerHandle, record: RequestRecord, count: int, now: float) -> None:
+        """Note that the worker has computed ``count`` new tokens: for the circuit breakers, the suspicion of a crash,
+        the retry budget and the watch for silence."""
+        life = record.life
+        life.spoke(worker.id)
+        if not self._breakers.calm and self._breakers.succeeded(Alone(worker.id)):
+            self._timer.soon()
+        if life.crashes and life.survives(count):
+            self._timer.soon()  # other suspects may be placed on its workers now
+        if self._assignments.budget.settled(record.id):
+            self._timer.soon()
+        self._note_hand_off(record)
+        record.heard_at = now
+        record.missed_beats.pop(worker.id, None)
+
+    def _observe(self, record: RequestRecord, choice: int, count: int, now: float) -> None:
+        if record.promise is not None and record.promise.prefill_tokens:
+            self._router.prefilled(record.promise)
+            self._timer.soon()  # a prefill worker has room for the next prompt
+        if record.first_token_at is None:
+            record.first_token_at, record.first_attempt = now, record.life.attempt
+            self._metrics.first_token(record, now)
+        elif (before := record.last_token_at[choice]) and count:
+            self._metrics.inter_token((now - before) / count, count)
+            record.intervals.append((now - before) / count)
+        record.last_token_at[choice] = now
+
+    def _ask_again(self, worker: WorkerHandle, record: RequestRecord, choice: int, start: int, now: float) -> None:
+        if now - record.asked_at >= RESEND_EVERY_S:
+            record.asked_at = now
+            self._gateway.send(worker, Resend(record.id, record.life.attempt, choice, start))
+
+    def timing(self, worker: WorkerHandle, message: Timing) -> None:
+        """Record what a worker measured about a request, and that its hand-off was accepted if decode reports."""
+        if "kv_bytes" in message.values:  # also if the request has ended meanwhile
+            self._metrics.transferred(message)
+        record = self._records.get(message.request)
+        if record is None or message.attempt != record.life.attempt:
+            return
+        if record.first_attempt in (None, message.attempt):  # a later attempt shows as a gap in the stream instead
+            record.timings.update(message.values)
+        if worker.id == record.life.decode and record.life.path == "disagg":
+            record.life.decoding()
+            record.heard_at = self._clock()
+            self._note_hand_off(record)
+
+    def _note_hand_off(self, record: RequestRecord) -> None:
+        if record.pair is not None and self._assignments.hand_off_accepted(record):
+            self._timer.soon()
+
+
+def _checked_ids(message: Tokens) -> list[int]:
+    """Return the token ids of a message; raises WireError if its columns do not fit together."""
+    rows = len(message.counts)
+    columns = (message.choices, message.attempts, message.starts, message.finish, message.stop_ids)
+    if {rows, *map(len, columns)} != {rows} or len(message.requests) != rows * REQUEST_ID_BYTES:
+        raise WireError("columns of different lengths")
+    try:
+        ids = unpack_tokens(message.ids)
+    except ValueError as error:
+        raise WireError(str(error)) from error
+    if not rows:
+        return ids
+    if min(message.counts) < 0 or min(message.starts) < 0 or sum(message.counts) != len(ids):
+        raise WireError("counts that do not match the tokens")
+    if message.logprobs and len(message.logprobs) != len(ids):
+        raise WireError("log-probabilities that do not match the tokens")
+    if min(message.finish) < 0 or max(message.finish) >= len(_FINISHES):
+        raise WireError("an unknown finish reason")
+    return ids
