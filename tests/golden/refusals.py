@@ -26,7 +26,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 EXCUSED = {
     "drain: shutting_down()": "of a drain that takes too long: tests/unit/coordinator/http/test_drain.py",
     "Dispatcher.submit: shutting_down()": "the drain would have to begin while the prompt is tokenized",
-    "Dispatcher._give_up_stranded: _too_large()": "for requests that began nowhere; its errors are those of submit",
     "Connection.handle_error: overloaded()": "of hundreds of connections: tests/security/test_http_limits.py",
 }
 """Places that no transcript reaches, with the reason."""

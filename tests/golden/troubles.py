@@ -92,7 +92,7 @@ async def _a_smaller_decode_worker_comes_instead(cluster: Any) -> None:
     from tests.unit.coordinator.fake_cluster import until
 
     records = cluster.dispatcher.records
-    with mock.patch("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3):
+    with mock.patch("coordinator.requests.wait_limits.WORKERLESS_WAIT_S", 0.3):
         await until(lambda: _is_decoding(records), "a request is decoded", 600.0)
         first = next(worker for worker in cluster.workers if worker.role == "decode")
         await cluster.add("decode", changes={"kv_blocks": 10})

@@ -28,12 +28,12 @@ from coordinator.cluster.registry import WorkerHandle as Member
 from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import RetryBudget
 from coordinator.requests.crash_verdicts import CrashVerdicts
-from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import quarantined
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.silence_watch import SilenceWatch
 from coordinator.requests.state import Accepted, Gap, RequestState
 from coordinator.requests.token_stream import TokenStream
+from coordinator.requests.wait_limits import WaitLimits
 from coordinator.routing import router
 from coordinator.routing.breakers import Breakers
 from coordinator.routing.router import Demand, Router
@@ -337,7 +337,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "outgrown for ever": (
         Mutation(
             "what fits nobody any more waits for ever",
-            Dispatcher, "_give_up_stranded", _nothing, ("tokens ends with",),
+            WaitLimits, "_give_up_stranded", _nothing, ("tokens ends with",),
         ),
     ),
     "no receiver lease": (

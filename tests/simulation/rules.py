@@ -28,6 +28,7 @@ class CheckedDispatcher(Dispatcher):
 
     def start(self) -> None:
         self._failures: dict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=FAILURES))
+        self._watch(self._placer, "_place", self._place)
         self._watch(self._assignments, "release", self._released)
         self._watch(self._assignments, "hand_off_accepted", self._accepted)
         self._watch(self._recovery, "failed", self._failed)
@@ -38,12 +39,14 @@ class CheckedDispatcher(Dispatcher):
         """Call ``check`` instead of a method of a part of the dispatcher, with the method as its first argument."""
         setattr(part, method, functools.partial(check, getattr(part, method)))
 
-    def _place(self, ticket: RequestRecord, placement: Placement) -> None:
+    def _place(
+        self, place: Callable[[RequestRecord, Placement], None], ticket: RequestRecord, placement: Placement
+    ) -> None:
         names = {worker.hello.name for worker in (placement.prefill, placement.decode) if worker is not None}
         _record(ticket).attempts.append(Attempt(frozenset(names), self._clock()))
         self._look_at_breakers(placement)
         self._look_at_room(ticket, placement)
-        super()._place(ticket, placement)
+        place(ticket, placement)
         self._look_at_retries()
 
     def without_room(self) -> set[RequestId]:
@@ -51,7 +54,7 @@ class CheckedDispatcher(Dispatcher):
         holders = [*self.registry.ready("decode"), *self.registry.ready("colocated")]
 
         def fits(ticket: RequestRecord) -> bool:
-            demand = self._demand(ticket)
+            demand = self._placer._demand(ticket)
             return not holders or any(self.router._fits(demand, worker) for worker in holders)
 
         return {ticket.id for ticket in itertools.dropwhile(fits, self._queue.in_order())}
@@ -68,7 +71,7 @@ class CheckedDispatcher(Dispatcher):
 
     def _look_at_room(self, ticket: RequestRecord, placement: Placement) -> None:
         """Check that no request is placed where its output is truncated while another eligible worker has more room."""
-        demand, decode = self._demand(ticket), placement.decode
+        demand, decode = self._placer._demand(ticket), placement.decode
 
         def room(worker: WorkerHandle) -> int:
             return min(demand.output, demand.room(worker.hello))

@@ -15,8 +15,8 @@ from common.core.ids import TransferId
 from common.core.request import SamplingParams
 from common.core.sequence import Batch
 from common.net.messages import Role
-from coordinator.requests.dispatcher import WORKERLESS_WAIT_S
 from coordinator.requests.state import MAX_CRASHES, State
+from coordinator.requests.wait_limits import WORKERLESS_WAIT_S
 from coordinator.routing.router import FAILED_PAIRS, Demand
 from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History

@@ -19,7 +19,7 @@ from common.net.messages import Abort, Generate, Goodbye, Prefill
 from coordinator.app import drain
 from coordinator.http import sse
 from coordinator.http.middleware import error_response
-from coordinator.requests import dispatcher as dispatch
+from coordinator.requests import wait_limits
 from coordinator.requests.residence import ASSUMED_S, ENOUGH
 from tests.fakes.worker import FakeWorker
 from tests.pace import scaled
@@ -46,7 +46,7 @@ async def test_a_decode_worker_alone_prefills_by_itself(model: Path) -> None:
 async def test_no_worker_of_a_role_is_said_at_once(
     model: Path, roles: Any, options: Any, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 0.0)
+    monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 0.0)
     async with open_cluster(model, *roles, **options) as cluster:
         started = time.monotonic()
         response, body = await cluster.post(CHAT, HELLO)
@@ -101,7 +101,7 @@ async def test_requests_wait_for_the_workers_of_a_coordinator_that_has_just_star
 async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(
     model: Path, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 1.0)
+    monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 1.0)
     options = {f"expect_{role}": count for role, count in expected.items()}
     async with open_cluster(model, max_queued_requests=1, **options) as cluster:
         for later in (False, True):
@@ -137,7 +137,7 @@ async def test_a_client_that_hangs_up_while_it_waits_for_workers_leaves_the_queu
 async def test_nobody_waits_for_the_start_of_a_worker_that_was_there(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 60.0)
+    monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 60.0)
     async with open_cluster(model) as cluster:
         worker = await cluster.add("colocated")
         worker.say(Goodbye(worker.hello.incarnation, "drained"))

@@ -34,7 +34,7 @@ from common.net.messages import (
 )
 from common.net.wire import MAX_REPORT_BYTES, seal
 from coordinator.cluster.registry import WorkerHandle
-from coordinator.requests import dispatcher as dispatch
+from coordinator.requests import wait_limits
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.state import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.routing.breakers import FAILURES
@@ -387,7 +387,7 @@ async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_conn
         await until(lambda: not cluster.dispatcher.registry.ready("decode"), "it is missed")
         asked = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(2)]
         await until(lambda: len(cluster.dispatcher.records) == 2, "they wait")
-        async with asyncio.timeout(dispatch.WORKERLESS_WAIT_S / 2):  # only until its death is known
+        async with asyncio.timeout(wait_limits.WORKERLESS_WAIT_S / 2):  # only until its death is known
             for response, body in await asyncio.gather(*asked):
                 assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
         response, _ = await cluster.post(CHAT, HELLO)
@@ -447,7 +447,7 @@ async def test_who_waited_for_a_missing_worker_that_came_back_waits_for_the_next
 async def test_suspects_do_not_wait_for_ever_where_no_worker_is_left(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.2)
+    monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.2)
     async with open_cluster(model) as cluster:
         first = await cluster.add("colocated", delay_s=30)
         asked = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(2)]

@@ -12,7 +12,7 @@ from common.core.ids import RequestId, new_incarnation, pack_tokens
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Generate, Reserve
 from coordinator.cluster.registry import WorkerHandle
-from coordinator.requests import dispatcher as dispatch
+from coordinator.requests import wait_limits
 from coordinator.requests.record import RequestRecord
 from coordinator.routing.router import HORIZON_TOKENS, Router
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, letters, open_cluster, prefilled, until
@@ -76,7 +76,7 @@ async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(mod
 
 
 async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01)
         stream = await asked_until_one_token(cluster, {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True})
@@ -88,7 +88,7 @@ async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, mon
 
 async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If much less than half of an unlimited answer fits, it waits for a larger worker, then is truncated."""
-    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 40})
         stream = asyncio.create_task(cluster.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
@@ -106,7 +106,7 @@ async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch:
 
 async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream has already met a worker's death, so the two are suspects and are tried one at a time."""
-    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.02)
         asked = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
@@ -124,7 +124,7 @@ async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, m
 
 async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that a busy worker could serve is not truncated; if that worker is lost too, the wait starts anew."""
-    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 40})
         stream = asyncio.create_task(cluster.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
@@ -187,7 +187,7 @@ def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> N
 
 
 async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr("coordinator.requests.wait_limits.WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill") as cluster:
         large = await cluster.add("decode", step_s=0.02, changes={"kv_blocks": 20})
         await cluster.add("decode", changes={"kv_blocks": 3})
@@ -209,7 +209,7 @@ async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, m
 async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr("coordinator.requests.wait_limits.WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         only = await cluster.add("decode", step_s=0.02)
         asked = {"prompt": [50] * 16, "max_tokens": 100, "ignore_eos": True}
