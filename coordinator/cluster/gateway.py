@@ -9,12 +9,9 @@ proved that it holds a key of the cluster; without cluster keys the reason is on
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, assert_never
 
@@ -48,8 +45,11 @@ from common.net.messages import (
 )
 from common.net.peer_ban_list import STRIKES, PeerBanList
 from common.net.socket_monitor import EVENT
-from common.net.sockets import BEAT_SUFFIX, Channels, is_local, send
+from common.net.sockets import Channels, is_local, send
 from common.net.wire import MAX_REPORT_BYTES, decode
+from coordinator.cluster.complaints import Complaints
+from coordinator.cluster.identities import control_identity, heartbeat_identity, printable, shown, who
+from coordinator.cluster.lost_workers import LostWorkers, Missing
 from coordinator.cluster.registry import JoinRefused, Registry, WorkerHandle, WorkerState, name_taken, other_protocol
 
 log = logging.getLogger("tandem.gateway")
@@ -59,17 +59,10 @@ MESSAGES_PER_TURN = 512
 MOST_ASKED = 1000
 """Number of messages from an unregistered worker of another version that are dropped without a strike: it goes on
 sending, for instance the tokens of each step, until it has read the Rejoin."""
-COMPLAIN_EVERY_S = 10.0
-"""Minimum interval between log lines about bad messages, failed handshakes and refused workers."""
-MOST_REASONS = 8
-"""Maximum number of different refusals that are logged at a time."""
 UNSAID = "see the coordinator's log (without cluster keys the reason is not sent)"
 PROBES_S = (0.01, 0.1)
 """Delays of the probes after a connection was closed: libzmq reports the event to the monitor before it removes the
 peer from the socket's routing table."""
-REJOIN_LOOKS = 4
-"""A worker whose connection was closed is taken to be dead if nothing arrives from it for this many sweeps, which is
-the time of two heartbeats. A heartbeat thread reconnects within a tenth of a second."""
 Replace = Callable[[str, int, str], None]
 """Requests the replacement of a worker, if the process id is still that of its process: (name, process id, reason)."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
@@ -110,16 +103,6 @@ class GatewayEvents(Protocol):
     def beat(self, worker: WorkerHandle) -> None: ...
 
 
-@dataclass(slots=True)
-class _Missing:
-    """A worker whose connection was closed. ``looks`` counts the sweeps since then, or since its last heartbeat.
-    ``alive``: it has sent something since, so it will send a Hello when its step is over."""
-
-    worker: WorkerHandle
-    looks: int = 0
-    alive: bool = False
-
-
 class Gateway:
     """Binds ``tcp://host:port``, and with ``near`` also a Unix socket for the launcher's workers; updates ``registry``
     and calls ``events`` until closed. Raises StartError if it cannot bind, or must not without keys."""
@@ -146,15 +129,10 @@ class Gateway:
             )
         self.registry = registry
         self.incarnation = new_incarnation()
-        self.bad_messages = 0
         self.strikes = PeerBanList()
         self._asked = PeerBanList(MOST_ASKED)
-        self._last_bad = ""
-        self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
-        self._failed_handshakes, self._told_handshakes_at = 0, -COMPLAIN_EVERY_S
-        self._refusals: Counter[str] = Counter()
-        """Refusals since the last time that they were logged, by log line."""
-        self._told_refusals_at = -COMPLAIN_EVERY_S
+        self._complaints = Complaints()
+        self._lost = LostWorkers()
         self.times_emptied = 0
         """How often the socket was read until it was empty. Messages that arrived before that are no longer queued
         here."""
@@ -163,10 +141,6 @@ class Gateway:
         messages."""
         self._asks = 0
         self._replace: Replace | None = None
-        self._losing: dict[Incarnation, WorkerHandle] = {}
-        """Workers whose connection is closed but whose last messages may still be unread."""
-        self._missing: dict[Incarnation, _Missing] = {}
-        """Workers that have lost their connection and have not sent a new Hello."""
         self._events: GatewayEvents | None = None
         self.clock = self.channels.clock
         try:
@@ -178,6 +152,11 @@ class Gateway:
         self.address = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
+
+    @property
+    def bad_messages(self) -> int:
+        """Number of messages that were dropped because they are invalid."""
+        return self._complaints.bad_messages
 
     def start(self, events: GatewayEvents, loop: asyncio.AbstractEventLoop) -> None:
         """Start reading in ``loop``."""
@@ -206,8 +185,7 @@ class Gateway:
 
     def may_return(self, role: Role) -> bool:
         """Return whether a worker that does the work of ``role`` has lost its connection and may reconnect at once."""
-        lost = [*self._losing.values(), *(missing.worker for missing in self._missing.values())]
-        return any(worker.role in (role, "colocated") for worker in lost)
+        return self._lost.may_return(role)
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +213,7 @@ class Gateway:
         return self._asks
 
     def _ask(self, worker: WorkerHandle) -> None:
-        send(self._socket, Ping(self._asks), worker.route + BEAT_SUFFIX.encode())
+        send(self._socket, Ping(self._asks), heartbeat_identity(worker.route))
 
     def _reply(self, frame: bytes, message: Message) -> None:
         send(self._socket, message, frame)
@@ -244,43 +222,37 @@ class Gateway:
         log.warning("worker %s is gone: its connection is closed", worker.hello.name)
         self._remove(worker)
         if self._loop is not None:  # not now, because the caller may be in the middle of a decision
-            self._losing[worker.id] = worker
-            self._loop.call_soon(self._lost, worker)
+            self._lost.lose(worker)
+            self._loop.call_soon(self._closed, worker)
             self._loop.call_later(PROBES_S[0], self._probe)  # other workers may have died at the same time
 
-    def _lost(self, worker: WorkerHandle) -> None:
+    def _closed(self, worker: WorkerHandle) -> None:
         """Read what has arrived before the worker counts as missing: its last tokens or its Goodbye may be unread."""
         self._read()
         self._rearm()
-        if self._losing.pop(worker.id, None) is not None:
+        if self._lost.not_losing(worker.id) is not None:
             self.registry.misses(worker, self.clock())
             self._miss(worker)
 
     def _miss(self, worker: WorkerHandle) -> None:
         if self._events is not None:
-            self._missing[worker.id] = _Missing(worker)
+            self._lost.miss(worker)
             self._events.on_worker_lost(worker, Loss.MISSING)
 
     def _look_for_missing(self) -> None:
-        """Declare missing workers dead after REJOIN_LOOKS sweeps. Sweeps are counted rather than time, because no
-        worker can reconnect while this process is stalled."""
-        for missing in list(self._missing.values()):
-            missing.looks += 1
-            if missing.looks >= REJOIN_LOOKS:
-                del self._missing[missing.worker.id]
-                if not missing.alive and self._events is not None:
-                    self._events.on_worker_died(missing.worker.id)
+        """Report the missing workers that are dead."""
+        for incarnation in self._lost.look():
+            if self._events is not None:
+                self._events.on_worker_died(incarnation)
 
-    def _lives(self, missing: _Missing) -> None:
+    def _lives(self, missing: Missing) -> None:
         """Note that a missing worker has sent something and is alive."""
-        missing.looks = 0
-        if not missing.alive and self._events is not None:
-            missing.alive = True
+        if missing.speaks() and self._events is not None:
             self._events.on_worker_reconnected(missing.worker.id)
 
     def _remove(self, worker: WorkerHandle) -> None:
         self.registry.gone(worker)
-        self._losing.pop(worker.id, None)
+        self._lost.not_losing(worker.id)
         self.sent.pop(worker.id, None)
 
     # -- in -------------------------------------------------------------------------------------------------------
@@ -295,7 +267,7 @@ class Gateway:
         emptied = self.times_emptied
         self._read()
         self._rearm()
-        self._complain(now_s)
+        self._complaints.log_due(now_s)
         if self._socket.dropping:
             return False
         for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
@@ -340,23 +312,22 @@ class Gateway:
                 return
             if not frames:
                 return
-            peer = party, frames[0].removesuffix(BEAT_SUFFIX.encode())
+            peer = party, control_identity(frames[0])
             if self.strikes.out(peer):
-                self.bad_messages += 1
+                self._complaints.bad_message()
                 continue
             try:
                 self._dispatch(party, frames, now_s)
             except WireError as error:
-                self.bad_messages += 1
-                self._last_bad = f"from {_shown(frames[0])}: {error}"
-                self._complain(now_s)
+                self._complaints.bad_message(f"from {shown(frames[0])}: {error}")
+                self._complaints.log_due(now_s)
                 if not isinstance(error, Damaged) and self.strikes.strike(peer):
                     self._cut_off(*peer)
 
     def _cut_off(self, party: Party | None, frame: bytes) -> None:
         """Stop reading messages of an incarnation that sent too many bad ones, remove its worker and send it a
         Rejected. Its process may start again as another incarnation."""
-        log.warning("%s is cut off: it sent %d invalid messages", _shown(frame), STRIKES)
+        log.warning("%s is cut off: it sent %d invalid messages", shown(frame), STRIKES)
         worker = next((each for each in self.registry if each.route == frame), None)
         if worker is not None and party in (None, worker.role):  # else the sender misused the worker's identity
             self._reply(frame, Rejected(f"it sent {STRIKES} invalid messages"))
@@ -364,30 +335,11 @@ class Gateway:
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
 
-    def _complain(self, now_s: float) -> None:
-        """Log the bad messages, failed handshakes and refused workers since the last time, each at most every
-        COMPLAIN_EVERY_S."""
-        count = self.bad_messages - self._told_of
-        if count and now_s - self._told_at >= COMPLAIN_EVERY_S:
-            self._told_of, self._told_at = self.bad_messages, now_s
-            log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
-        if self._failed_handshakes and now_s - self._told_handshakes_at >= COMPLAIN_EVERY_S:
-            why = "unknown peers, or workers with other keys; all need the key file of the same tandem keygen"
-            log.warning("handshakes that failed at the control port: %d; %s", self._failed_handshakes, why)
-            self._failed_handshakes, self._told_handshakes_at = 0, now_s
-        if self._refusals and now_s - self._told_refusals_at >= COMPLAIN_EVERY_S:
-            for said, times in self._refusals.items():
-                log.warning("%s%s", said, f" ({times} times)" if times > 1 else "")
-            self._told_refusals_at = now_s
-            self._refusals.clear()
-
     def _refuse(self, frame: bytes, refused: JoinRefused, *, told: bool = False) -> None:
         """Refuse a worker and note the reason for the log. With ``told`` the reason is sent also without cluster keys,
         since it reveals nothing about what is served here."""
-        said = f"worker {_shown(frame)} is refused: {_printable(refused.reason)}"
-        if said in self._refusals or len(self._refusals) < MOST_REASONS:
-            self._refusals[said] += 1
-        self._complain(self.clock())
+        self._complaints.refusal(f"worker {shown(frame)} is refused: {printable(refused.reason)}")
+        self._complaints.log_due(self.clock())
         reason = refused.reason if told or self.channels.keys is not None else UNSAID
         self._reply(frame, NameTaken(reason) if refused.for_now else Rejected(reason))
 
@@ -401,11 +353,11 @@ class Gateway:
             if self._turns_away(frame, data) or self._asks_back(frame, data):
                 return
             raise
-        name, incarnation = _who(frame)
+        name, incarnation = who(frame)
         if isinstance(message, Hello):
             self._hello(party, frame, message, now_s)
             return
-        worker = self.registry.get(incarnation) or self._losing.get(incarnation)
+        worker = self.registry.get(incarnation) or self._lost.losing_worker(incarnation)
         if worker is None:
             if isinstance(message, Heartbeat):
                 self.registry.stranger_beats(name, message, now_s)
@@ -413,7 +365,7 @@ class Gateway:
             return
         if party not in (None, worker.role):
             raise WireError(f"sent as a {worker.role} worker with the key of {party}")
-        if frame.removesuffix(BEAT_SUFFIX.encode()) != worker.route:
+        if control_identity(frame) != worker.route:
             raise WireError(f"not sent from the identity of {worker.hello.name}, whose incarnation it claims")
         self.registry.spoke(worker, now_s)
         self._deliver(worker, message, now_s)
@@ -478,8 +430,8 @@ class Gateway:
         """Return whether ``data``, which is no message of this version, may come from a worker of another version that
         takes this coordinator for its previous one. It gets a Rejoin, and its Hello then shows its version. From a
         worker that has joined here, and as a Hello, such data is just a bad message."""
-        _, incarnation = _who(frame)
-        if incarnation in self._losing or self.registry.get(incarnation) is not None:
+        _, incarnation = who(frame)
+        if self._lost.losing_worker(incarnation) is not None or self.registry.get(incarnation) is not None:
             return False
         try:
             message = decode(data, AnyMessage, MAX_REPORT_BYTES)
@@ -488,26 +440,26 @@ class Gateway:
         if message.kind == AnyHello.__struct_config__.tag or self._asked.out(incarnation):
             return False
         self._asked.strike(incarnation)
-        self.bad_messages += 1
-        self._last_bad = f"from {_shown(frame)}: it has another version and is asked to join anew"
-        self._reply(frame.removesuffix(BEAT_SUFFIX.encode()), Rejoin())
+        self._complaints.bad_message(f"from {shown(frame)}: it has another version and is asked to join anew")
+        self._reply(control_identity(frame), Rejoin())
         return True
 
     def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
-        if frame.endswith(BEAT_SUFFIX.encode()) or _who(frame) != (hello.name, hello.incarnation):
+        if frame != control_identity(frame) or who(frame) != (hello.name, hello.incarnation):
             raise WireError("a Hello whose name and incarnation are not those of its identity")
-        if (known := self._known(hello.incarnation)) is not None and known.route != frame:
+        known = self._lost.get(hello.incarnation) or self.registry.get(hello.incarnation)
+        if known is not None and known.route != frame:
             raise WireError(f"a Hello as {known.hello.name}, which is connected under another identity")
         if party not in (None, hello.role):
             self._reply(frame, Rejected(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker with the key of {party}")
-        if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
+        if (losing := self._lost.not_losing(hello.incarnation)) is not None and self._events is not None:
             self._events.on_worker_lost(losing, Loss.RECONNECTED)
-        if (missing := self._missing.pop(hello.incarnation, None)) is not None:
+        if (missing := self._lost.not_missing(hello.incarnation)) is not None:
             self._lives(missing)
         before = self.registry.get(hello.incarnation)
         self._check_holder(hello)
-        if (away := self._away(hello.name)) is not None:
+        if (away := self._lost.away(hello.name)) is not None:
             self._refuse(frame, JoinRefused(name_taken(away), for_now=True))
             return
         worker = self.registry.join(hello, now_s, frame)
@@ -528,12 +480,6 @@ class Gateway:
             )  # fmt: skip
             self._events.on_worker_joined(worker)
 
-    def _known(self, incarnation: Incarnation) -> WorkerHandle | None:
-        """Return the worker of that incarnation if it is registered or was until its connection broke."""
-        if (missing := self._missing.get(incarnation)) is not None:
-            return missing.worker
-        return self.registry.get(incarnation) or self._losing.get(incarnation)
-
     def _check_holder(self, hello: Hello) -> None:
         """Probe the connection of the worker that holds the name of ``hello``: its process may just have died without
         the monitor having reported the closed connection yet."""
@@ -541,16 +487,11 @@ class Gateway:
         if holder is not None and holder.id != hello.incarnation:
             self.send(holder, _NOBODY)
 
-    def _away(self, name: WorkerName) -> WorkerHandle | None:
-        """Return the worker of that name that has lost its connection but has sent heartbeats since, if any."""
-        held = (missing.worker for missing in self._missing.values() if missing.alive)
-        return next((worker for worker in held if worker.hello.name == name), None)
-
     def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
         """Handle a message of an incarnation that is not registered: note that a missing worker is alive, and send a
         Rejoin unless it says Goodbye."""
-        control = frame.removesuffix(BEAT_SUFFIX.encode())
-        missing = self._missing.get(incarnation)
+        control = control_identity(frame)
+        missing = self._lost.missing_worker(incarnation)
         if missing is not None and missing.worker.route != control:
             missing = None  # the message comes from another process
         if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
@@ -558,10 +499,10 @@ class Gateway:
             if isinstance(message, Heartbeat) and self.registry.endless(message):
                 name, turn_ms = missing.worker.hello.name, message.turn_ms
                 log.warning("worker %s does not come back: one turn of its loop has taken %d ms so far", name, turn_ms)
-                del self._missing[incarnation]
+                self._lost.not_missing(incarnation)
         if isinstance(message, Goodbye):
             if missing is not None:
-                self._missing.pop(incarnation, None)
+                self._lost.not_missing(incarnation)
             return
         self._reply(control, Rejoin())
 
@@ -577,7 +518,8 @@ class Gateway:
             except zmq.Again:
                 break
             closed |= event == zmq.EVENT_DISCONNECTED
-            self._failed_handshakes += event != zmq.EVENT_DISCONNECTED
+            if event != zmq.EVENT_DISCONNECTED:
+                self._complaints.failed_handshake()
         if closed and self._loop is not None:
             for delay_s in PROBES_S:
                 self._loop.call_later(delay_s, self._probe)
@@ -587,27 +529,3 @@ class Gateway:
         for worker in list(self.registry):
             if self._loop is not None:
                 self.send(worker, _NOBODY)
-
-
-@functools.lru_cache(maxsize=4096)
-def _who(frame: bytes) -> tuple[str, Incarnation]:
-    """Parse name and incarnation from an identity ``name|incarnation|secret`` or ``name|incarnation|secret|hb``; raises
-    WireError for other identities."""
-    try:
-        parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 2)
-    except UnicodeDecodeError as error:
-        raise WireError("an identity that is not text") from error
-    if len(parts) != 3:
-        raise WireError("an identity without an incarnation or a secret")
-    return parts[0], Incarnation(parts[1])
-
-
-def _shown(frame: bytes) -> str:
-    """Return an identity in the form that is logged, without its secret."""
-    text = frame[:255].decode(errors="replace").removesuffix(BEAT_SUFFIX)
-    return _printable(text.rpartition("|")[0] or text)
-
-
-def _printable(text: str) -> str:
-    """Return a peer's text without characters that would break the log line, at most 1,000 characters."""
-    return "".join(each if each.isprintable() else "?" for each in text)[:1000]

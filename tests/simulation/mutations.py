@@ -22,7 +22,7 @@ from common.kv.cache import KvCache
 from common.net.messages import Commit
 from common.worker.loop import Worker
 from common.worker.membership import Membership
-from coordinator.cluster import gateway
+from coordinator.cluster import lost_workers
 from coordinator.cluster.registry import Registry
 from coordinator.cluster.registry import WorkerHandle as Member
 from coordinator.requests.active import ActiveRequests
@@ -311,7 +311,10 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
     ),
     "a broken connection is a death": (
-        Mutation("a worker has no time to join again", gateway, "REJOIN_LOOKS", 0, ("fails with request_quarantined",)),
+        Mutation(
+            "a worker has no time to join again",
+            lost_workers, "REJOIN_LOOKS", 0, ("fails with request_quarantined",),
+        ),
     ),
     "breakers never open": (
         Mutation("pairs that keep failing are kept", Breakers, "failed", _nothing, ("after its third failure",)),

@@ -643,7 +643,7 @@ class System:
             "tickets": dict(dispatcher.records), "queued requests": self.coordinator.admission.requests,
             "queued tokens": self.coordinator.admission.tokens,
             "suspects": dispatcher._crashes._suspects, "waiting for answers": dispatcher._pings._waiting,
-            "lost or missing": self.coordinator.gateway._losing | self.coordinator.gateway._missing,
+            "lost or missing": self.coordinator.gateway._lost._losing | self.coordinator.gateway._lost._missing,
         }  # fmt: skip
         for name, worker in self.workers.items():
             if worker.gone:

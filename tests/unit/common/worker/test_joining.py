@@ -67,7 +67,7 @@ def test_a_worker_that_is_turned_away_knows_why(
         def told() -> bool:
             member.turn(door)
             door.gateway._watch()
-            door.gateway._complain(1e9)
+            door.gateway._complaints.log_due(1e9)
             return "handshakes that failed" in caplog.text
 
         until(told, "the coordinator's log says nothing of it")

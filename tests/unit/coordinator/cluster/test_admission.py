@@ -104,7 +104,7 @@ def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in
             answer = door.answer(socket)
             assert isinstance(answer, Rejected)
             assert ("fingerprint" in answer.reason) is keyed and ("served" in answer.reason) is keyed
-        door.gateway._complain(1e9)
+        door.gateway._complaints.log_due(1e9)
         told = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
         assert len(told) == 2 and "fingerprint" in told[0] and told[1].endswith(" (49 times)")
         assert "secret" not in caplog.text and not any("\n" in line for line in told)

@@ -801,7 +801,7 @@ async def test_more_than_any_worker_says_is_not_read(cluster: Cluster) -> None:
 async def test_rubbish_on_the_control_socket_is_counted_and_survived(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cluster.gateway.COMPLAIN_EVERY_S", 0.5)
+    monkeypatch.setattr("coordinator.cluster.complaints.COMPLAIN_EVERY_S", 0.5)
     gateway = cluster.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
