@@ -57,7 +57,8 @@ from common.net.messages import (
 )
 from common.net.sockets import Channels, identity, receive, send
 from common.worker.loop import TRIAL_S, WorkerSettings
-from coordinator.cluster.gateway import Gateway, Loss
+from coordinator.cluster.events import Loss
+from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry, WorkerHandle
 from decode.role import DecodeWorker
 from prefill.role import PrefillWorker

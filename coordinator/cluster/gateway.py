@@ -1,9 +1,8 @@
 """The control socket: receives messages from workers and sends messages to them.
 
-Owns one ROUTER socket and the mapping between socket identities and worker incarnations. Reads everything that has
-arrived in one turn of the event loop, so that a message per engine step does not cost a task switch each. Malformed
-messages are counted and dropped; an unregistered sender gets a Rejoin. A refused worker gets the reason only if it has
-proved that it holds a key of the cluster; without cluster keys the reason is only logged. Knows no request.
+Owns one ROUTER socket and reads everything that has arrived in one turn of the event loop, so that a message per engine
+step does not cost a task switch each. Malformed messages are counted and dropped. Hands messages of workers that have
+joined to its :class:`GatewayEvents`, others to the reception, and notices closed connections. Knows no request.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import zmq
 
 from common.core.errors import Damaged, StartError, WireError
-from common.core.ids import REQUEST_ID_BYTES, Incarnation, RequestId, WorkerName, new_incarnation
+from common.core.ids import WorkerName, new_incarnation
 from common.net.hosts import bracketed
 from common.net.keys import Party
 from common.net.messages import (
-    Abort,
-    AnyHello,
-    AnyMessage,
     Cached,
     FromWorker,
     Goodbye,
@@ -33,74 +28,34 @@ from common.net.messages import (
     LeaseAck,
     Measured,
     Message,
-    NameTaken,
-    Ping,
     Rejected,
     Rejoin,
     RequestFailed,
     Role,
     Timing,
     Tokens,
-    Welcome,
 )
 from common.net.peer_ban_list import STRIKES, PeerBanList
 from common.net.socket_monitor import EVENT
-from common.net.sockets import Channels, is_local, send
+from common.net.sockets import Channels, is_local
 from common.net.wire import MAX_REPORT_BYTES, decode
 from coordinator.cluster.complaints import Complaints
-from coordinator.cluster.identities import control_identity, heartbeat_identity, printable, shown, who
-from coordinator.cluster.lost_workers import LostWorkers, Missing
-from coordinator.cluster.registry import JoinRefused, Registry, WorkerHandle, WorkerState, name_taken, other_protocol
+from coordinator.cluster.events import GatewayEvents, Loss
+from coordinator.cluster.identities import control_identity, shown, who
+from coordinator.cluster.lost_workers import LostWorkers
+from coordinator.cluster.outbox import Outbox
+from coordinator.cluster.reception import Reception
+from coordinator.cluster.registry import Registry, WorkerHandle
 
 log = logging.getLogger("tandem.gateway")
 
 MESSAGES_PER_TURN = 512
 """After this many messages the event loop gets a turn, so that a flood of worker messages does not starve clients."""
-MOST_ASKED = 1000
-"""Number of messages from an unregistered worker of another version that are dropped without a strike: it goes on
-sending, for instance the tokens of each step, until it has read the Rejoin."""
-UNSAID = "see the coordinator's log (without cluster keys the reason is not sent)"
 PROBES_S = (0.01, 0.1)
 """Delays of the probes after a connection was closed: libzmq reports the event to the monitor before it removes the
 peer from the socket's routing table."""
 Replace = Callable[[str, int, str], None]
 """Requests the replacement of a worker, if the process id is still that of its process: (name, process id, reason)."""
-_NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
-"""Names no request: sent to probe a connection, because workers ignore an Abort of an unknown request."""
-
-
-class Loss(Enum):
-    """How a worker was lost. MISSING is followed by ``on_worker_died`` or ``on_worker_reconnected``."""
-
-    MISSING = "its connection broke; it may have died"
-    RECONNECTED = "its connection broke, and it is back"
-    GIVEN_UP = "it was silent, hung, or sent bad messages"
-
-
-class GatewayEvents(Protocol):
-    """Receives the events of the gateway: changes of workers and their messages."""
-
-    def on_worker_joined(self, worker: WorkerHandle) -> None: ...
-
-    def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
-        """Called when a worker is lost without a Goodbye. After ``Loss.MISSING``, ``on_worker_died`` or
-        ``on_worker_reconnected`` follows."""
-
-    def on_worker_died(self, worker: Incarnation) -> None: ...
-
-    def on_worker_reconnected(self, worker: Incarnation) -> None: ...
-
-    def on_worker_left(self, worker: WorkerHandle) -> None: ...
-
-    def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
-
-    def timing(self, worker: WorkerHandle, message: Timing) -> None: ...
-
-    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None: ...
-
-    def measured(self, worker: WorkerHandle, message: Measured) -> None: ...
-
-    def beat(self, worker: WorkerHandle) -> None: ...
 
 
 class Gateway:
@@ -130,16 +85,11 @@ class Gateway:
         self.registry = registry
         self.incarnation = new_incarnation()
         self.strikes = PeerBanList()
-        self._asked = PeerBanList(MOST_ASKED)
         self._complaints = Complaints()
         self._lost = LostWorkers()
         self.times_emptied = 0
         """How often the socket was read until it was empty. Messages that arrived before that are no longer queued
         here."""
-        self.sent: dict[Incarnation, int] = {}
-        """Number of control messages sent to each worker since its Hello; ``Heartbeat.acted_on`` counts the same
-        messages."""
-        self._asks = 0
         self._replace: Replace | None = None
         self._events: GatewayEvents | None = None
         self.clock = self.channels.clock
@@ -149,6 +99,18 @@ class Gateway:
         except StartError:
             self.channels.close()
             raise
+        self._outbox = Outbox(self._socket, registry, self._lose, self._rearm)
+        self._reception = Reception(
+            registry,
+            self._outbox,
+            self._lost,
+            self._complaints,
+            self.incarnation,
+            self.clock,
+            keyed=self.channels.keys is not None,
+        )
+        self.sent = self._outbox.sent
+        """Number of control messages sent to each worker since its Hello."""
         self.address = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
@@ -192,31 +154,13 @@ class Gateway:
     def send(self, worker: WorkerHandle, message: Message) -> bool:
         """Send a message; return False if the worker cannot be reached. It is then gone, and ``events`` is called in
         the next turn of the event loop."""
-        if worker.state is WorkerState.GONE:
-            return False
-        reached = send(self._socket, message, worker.route)
-        if reached:
-            self.sent[worker.id] = self.sent.get(worker.id, 0) + 1
-        else:
-            self._lose(worker)
-        self._rearm()
-        return reached
+        return self._outbox.send(worker, message)
 
     def ask(self) -> int:
         """Send a Ping to the heartbeat thread of every worker and return its number, which ``WorkerHandle.answered``
         reaches with the answer. A worker whose heartbeats go on without an answer is pinged again, because a Ping is
         lost while its heartbeat connection is reconnecting."""
-        self._asks += 1
-        for worker in self.registry:
-            self._ask(worker)
-        self._rearm()
-        return self._asks
-
-    def _ask(self, worker: WorkerHandle) -> None:
-        send(self._socket, Ping(self._asks), heartbeat_identity(worker.route))
-
-    def _reply(self, frame: bytes, message: Message) -> None:
-        send(self._socket, message, frame)
+        return self._outbox.ping_all()
 
     def _lose(self, worker: WorkerHandle) -> None:
         log.warning("worker %s is gone: its connection is closed", worker.hello.name)
@@ -245,15 +189,10 @@ class Gateway:
             if self._events is not None:
                 self._events.on_worker_died(incarnation)
 
-    def _lives(self, missing: Missing) -> None:
-        """Note that a missing worker has sent something and is alive."""
-        if missing.speaks() and self._events is not None:
-            self._events.on_worker_reconnected(missing.worker.id)
-
     def _remove(self, worker: WorkerHandle) -> None:
         self.registry.gone(worker)
         self._lost.not_losing(worker.id)
-        self.sent.pop(worker.id, None)
+        self._outbox.forget(worker.id)
 
     # -- in -------------------------------------------------------------------------------------------------------
 
@@ -272,8 +211,8 @@ class Gateway:
             return False
         for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
             log.warning("worker %s is gone: %s", worker.hello.name, how)
-            self._reply(worker.route, Rejoin())  # it may be alive, with nothing to send
-            self.sent.pop(worker.id, None)
+            self._outbox.reply(worker.route, Rejoin())  # it may be alive, with nothing to send
+            self._outbox.forget(worker.id)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
         for hang in self.registry.unresponsive.overdue(now_s):
@@ -330,18 +269,10 @@ class Gateway:
         log.warning("%s is cut off: it sent %d invalid messages", shown(frame), STRIKES)
         worker = next((each for each in self.registry if each.route == frame), None)
         if worker is not None and party in (None, worker.role):  # else the sender misused the worker's identity
-            self._reply(frame, Rejected(f"it sent {STRIKES} invalid messages"))
+            self._outbox.reply(frame, Rejected(f"it sent {STRIKES} invalid messages"))
             self._remove(worker)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
-
-    def _refuse(self, frame: bytes, refused: JoinRefused, *, told: bool = False) -> None:
-        """Refuse a worker and note the reason for the log. With ``told`` the reason is sent also without cluster keys,
-        since it reveals nothing about what is served here."""
-        self._complaints.refusal(f"worker {shown(frame)} is refused: {printable(refused.reason)}")
-        self._complaints.log_due(self.clock())
-        reason = refused.reason if told or self.channels.keys is not None else UNSAID
-        self._reply(frame, NameTaken(reason) if refused.for_now else Rejected(reason))
 
     def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
@@ -350,43 +281,41 @@ class Gateway:
         try:
             message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
         except WireError:
-            if self._turns_away(frame, data) or self._asks_back(frame, data):
+            if self._reception.other_version(frame, data):
                 return
             raise
         name, incarnation = who(frame)
+        events = self._events
+        assert events is not None
         if isinstance(message, Hello):
-            self._hello(party, frame, message, now_s)
+            self._reception.hello(party, frame, message, now_s, events)
             return
         worker = self.registry.get(incarnation) or self._lost.losing_worker(incarnation)
         if worker is None:
             if isinstance(message, Heartbeat):
                 self.registry.stranger_beats(name, message, now_s)
-            self._stranger(frame, incarnation, message)
+            self._reception.stranger(frame, incarnation, message, events)
             return
         if party not in (None, worker.role):
             raise WireError(f"sent as a {worker.role} worker with the key of {party}")
         if control_identity(frame) != worker.route:
             raise WireError(f"not sent from the identity of {worker.hello.name}, whose incarnation it claims")
         self.registry.spoke(worker, now_s)
-        self._deliver(worker, message, now_s)
+        self._deliver(worker, message, now_s, events)
 
     def _deliver(
         self,
         worker: WorkerHandle,
         message: Tokens | Heartbeat | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye,
         now_s: float,
+        events: GatewayEvents,
     ) -> None:
-        events = self._events
-        assert events is not None
         match message:
             case Tokens():
                 events.tokens(worker, message)
             case Heartbeat():
                 self.registry.beat(worker, message, now_s)
-                if message.asked <= self._asks:  # else it answers a Ping of an earlier coordinator
-                    worker.answered = max(worker.answered, message.asked)
-                if worker.answered < self._asks:
-                    self._ask(worker)
+                self._outbox.answered(worker, message.asked)
                 if self.registry.hangs(worker):
                     name, turn_ms = worker.hello.name, message.turn_ms
                     log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)
@@ -415,97 +344,6 @@ class Gateway:
             case _:
                 assert_never(message)
 
-    def _turns_away(self, frame: bytes, data: bytes) -> bool:
-        """Return whether ``data``, which is no message of this version, is a Hello of another version. Its sender is
-        refused with that reason."""
-        try:
-            hello = decode(data, AnyHello, MAX_REPORT_BYTES)
-        except WireError:
-            return False
-        if reason := other_protocol(hello.protocol):
-            self._refuse(frame, JoinRefused(reason), told=True)
-        return reason is not None
-
-    def _asks_back(self, frame: bytes, data: bytes) -> bool:
-        """Return whether ``data``, which is no message of this version, may come from a worker of another version that
-        takes this coordinator for its previous one. It gets a Rejoin, and its Hello then shows its version. From a
-        worker that has joined here, and as a Hello, such data is just a bad message."""
-        _, incarnation = who(frame)
-        if self._lost.losing_worker(incarnation) is not None or self.registry.get(incarnation) is not None:
-            return False
-        try:
-            message = decode(data, AnyMessage, MAX_REPORT_BYTES)
-        except WireError:
-            return False
-        if message.kind == AnyHello.__struct_config__.tag or self._asked.out(incarnation):
-            return False
-        self._asked.strike(incarnation)
-        self._complaints.bad_message(f"from {shown(frame)}: it has another version and is asked to join anew")
-        self._reply(control_identity(frame), Rejoin())
-        return True
-
-    def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
-        if frame != control_identity(frame) or who(frame) != (hello.name, hello.incarnation):
-            raise WireError("a Hello whose name and incarnation are not those of its identity")
-        known = self._lost.get(hello.incarnation) or self.registry.get(hello.incarnation)
-        if known is not None and known.route != frame:
-            raise WireError(f"a Hello as {known.hello.name}, which is connected under another identity")
-        if party not in (None, hello.role):
-            self._reply(frame, Rejected(f"its key is that of {party}, not of {hello.role}"))
-            raise WireError(f"a Hello of a {hello.role} worker with the key of {party}")
-        if (losing := self._lost.not_losing(hello.incarnation)) is not None and self._events is not None:
-            self._events.on_worker_lost(losing, Loss.RECONNECTED)
-        if (missing := self._lost.not_missing(hello.incarnation)) is not None:
-            self._lives(missing)
-        before = self.registry.get(hello.incarnation)
-        self._check_holder(hello)
-        if (away := self._lost.away(hello.name)) is not None:
-            self._refuse(frame, JoinRefused(name_taken(away), for_now=True))
-            return
-        worker = self.registry.join(hello, now_s, frame)
-        if isinstance(worker, JoinRefused):
-            self._refuse(frame, worker)
-            return
-        assert self._events is not None
-        if before is not None:
-            self._events.on_worker_lost(before, Loss.RECONNECTED)
-        self.sent[worker.id], worker.answered = 0, self._asks  # a Hello answers every earlier Ping: it is alive
-        times = self.registry.times
-        told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
-        if self.send(worker, Welcome(self.incarnation, *told)):
-            self.registry.welcome(worker)
-            log.info(
-                "worker %s joins: %s, %d KV blocks of %d tokens",
-                hello.name, hello.role, hello.kv_blocks, hello.block_size,
-            )  # fmt: skip
-            self._events.on_worker_joined(worker)
-
-    def _check_holder(self, hello: Hello) -> None:
-        """Probe the connection of the worker that holds the name of ``hello``: its process may just have died without
-        the monitor having reported the closed connection yet."""
-        holder = self.registry.named(hello.name)
-        if holder is not None and holder.id != hello.incarnation:
-            self.send(holder, _NOBODY)
-
-    def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
-        """Handle a message of an incarnation that is not registered: note that a missing worker is alive, and send a
-        Rejoin unless it says Goodbye."""
-        control = control_identity(frame)
-        missing = self._lost.missing_worker(incarnation)
-        if missing is not None and missing.worker.route != control:
-            missing = None  # the message comes from another process
-        if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
-            self._lives(missing)  # before the first sweep it may be a last message from before its death
-            if isinstance(message, Heartbeat) and self.registry.endless(message):
-                name, turn_ms = missing.worker.hello.name, message.turn_ms
-                log.warning("worker %s does not come back: one turn of its loop has taken %d ms so far", name, turn_ms)
-                self._lost.not_missing(incarnation)
-        if isinstance(message, Goodbye):
-            if missing is not None:
-                self._lost.not_missing(incarnation)
-            return
-        self._reply(control, Rejoin())
-
     # -- lost connections -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -528,4 +366,4 @@ class Gateway:
         """Send a meaningless message to every worker, which detects the ones that cannot be reached."""
         for worker in list(self.registry):
             if self._loop is not None:
-                self.send(worker, _NOBODY)
+                self._outbox.probe(worker)

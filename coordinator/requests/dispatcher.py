@@ -30,7 +30,8 @@ from common.net.messages import (
     Timing,
     Tokens,
 )
-from coordinator.cluster.gateway import Gateway, Loss
+from coordinator.cluster.events import Loss
+from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.link_trials import LinkTrials
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.metrics import Metrics

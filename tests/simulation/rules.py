@@ -10,7 +10,7 @@ from typing import Any
 
 from common.core.ids import RequestId
 from common.net.messages import RequestFailed, Tokens
-from coordinator.cluster.gateway import Loss
+from coordinator.cluster.events import Loss
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE
 from coordinator.requests.dispatcher import Dispatcher

@@ -200,7 +200,7 @@ def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster_key: P
         door.close()
         heard: list[Any] = []
         door = Door(cluster_key, port)
-        door.gateway._stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
+        door.gateway._reception.stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
         until(lambda: door.gateway._read() or heard, "its beat arrives")
     finally:
         heart.stop()

@@ -14,7 +14,7 @@ from common.net.messages import PROTOCOL, Drain, Goodbye, NameTaken, Rejected, R
 from common.net.peer_ban_list import REMEMBERED, STRIKES, PeerBanList
 from common.net.sockets import DROPPED_PARTS, identity, receive, send
 from common.net.wire import seal
-from coordinator.cluster.gateway import MOST_ASKED
+from coordinator.cluster.reception import MOST_ASKED
 from tests.unit.coordinator.cluster.test_registry import beat
 from tests.unit.door import Door, hello_of, until
 from tests.unit.parts import counted, many
