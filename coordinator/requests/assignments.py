@@ -39,7 +39,7 @@ class Assignments:
         life = record.life
         if life.attempt:
             self.budget.placed(record.id)
-        record.placement, record.path, record.awaiting_reconnect = placement, placement.path, False
+        record.placement, record.path = placement, placement.path
         record.promise = self._router.promise(record.demand(), placement)
         if record.placed_at is None:
             record.placed_at = now

@@ -77,7 +77,7 @@ class Placer:
                 if isinstance(decision, Placement):
                     self._active.leave_queue(self._queue.pop(), placed=True)
                     self._place(record, decision)
-                    record.unplaceable_since, record.accepts_truncation = None, False
+                    record.end_wait()
                     continue
                 if decision.workerless is not None:
                     workerless = decision.workerless

@@ -130,6 +130,10 @@ class RequestRecord:
         """Median of the last inter-token intervals of a choice, in seconds; 0 before there are two tokens."""
         return median(self.intervals) if self.intervals else 0.0
 
+    def end_wait(self) -> None:
+        """Forget why the request waited for workers: it has been placed."""
+        self.awaiting_reconnect, self.unplaceable_since, self.accepts_truncation = False, None, False
+
     def limit_s(self) -> float:
         """Return the seconds until the request reaches its ``max_tokens`` at the pace of its last tokens; inf if the
         client set no limit or there are no two tokens yet."""

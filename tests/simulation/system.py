@@ -660,9 +660,9 @@ class System:
         for name, account in self.coordinator.router.accounts.items():
             left[f"promised of {name}"] = account.blocks or account.sequences or account.prefill_tokens
         for _, _, event in self.clock.events:
-            for timer in ("_expire", "pump_soon"):
-                if event.action is not None and timer in repr(event.arguments):
-                    left[f"a timer for {timer}"] = event.arguments
+            for timer in event.arguments:
+                if isinstance(timer, Event) and timer.action in (dispatcher._active._expire, dispatcher._timer.soon):
+                    left[f"a timer for {timer.action}"] = timer.arguments or True
         for pair, breaker in self.coordinator.router.breakers._breakers.items():
             if breaker.state is BreakerState.OPEN and breaker.opens_until < self.clock.now - 1.0:
                 left[f"the breaker of {pair} is still open"] = True
