@@ -100,14 +100,9 @@ class Gateway:
             self.channels.close()
             raise
         self._outbox = Outbox(self._socket, registry, self._lose, self._rearm)
+        keyed = self.channels.keys is not None
         self._reception = Reception(
-            registry,
-            self._outbox,
-            self._lost,
-            self._complaints,
-            self.incarnation,
-            self.clock,
-            keyed=self.channels.keys is not None,
+            registry, self._outbox, self._lost, self._complaints, self.incarnation, self.clock, keyed=keyed
         )
         self.sent = self._outbox.sent
         """Number of control messages sent to each worker since its Hello."""

@@ -1,11 +1,10 @@
-"""The dispatcher: what HTTP and the gateway see of everything that happens to requests.
+"""The dispatcher: receives requests from HTTP and events from the gateway, and passes them to its parts.
 
-Owns the parts, each of which has one idea, and the tick that drives them. Admits requests and hands each event of the
-gateway to the part that it concerns. Knows neither text nor HTTP: tokens go to a ``Client``. Each part knows only those
+Owns the parts and the periodic tick. Knows neither text nor HTTP: tokens go to a ``Client``. Each part knows only those
 above it in this list:
 
     queue, placement_timer    which requests wait, in which order, and when the next pass over them runs
-    ping_rounds               Pings after a worker's death, and the requests that wait for the answers
+    ping_rounds               Pings after a worker's death, and which requests wait for the answers
     assignments               what is booked for a request on its workers
     active                    the records of requests that have not ended, and their ends
     recovery, crash_verdicts  new attempts, and which request crashed a worker
@@ -21,15 +20,8 @@ import logging
 from collections.abc import Sequence
 
 from common.core.errors import RequestError
-from common.core.ids import (
-    Incarnation,
-)
-from common.net.messages import (
-    Measured,
-    RequestFailed,
-    Timing,
-    Tokens,
-)
+from common.core.ids import Incarnation
+from common.net.messages import Measured, RequestFailed, Timing, Tokens
 from coordinator.cluster.events import Loss
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.link_trials import LinkTrials
@@ -39,10 +31,7 @@ from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import Admission
 from coordinator.requests.assignments import Assignments
 from coordinator.requests.crash_verdicts import CrashVerdicts
-from coordinator.requests.errors import (
-    no_workers,
-    shutting_down,
-)
+from coordinator.requests.errors import no_workers, shutting_down
 from coordinator.requests.ping_rounds import PingRounds
 from coordinator.requests.placement import Placer
 from coordinator.requests.placement_timer import PlacementTimer
@@ -90,14 +79,7 @@ class Dispatcher:
         self._recovery = Recovery(gateway, router.breakers, metrics, self._active, self._assignments)
         self._crashes = CrashVerdicts(self._active, self._recovery, self._pings, self._timer)
         self._placer = Placer(
-            gateway,
-            router,
-            self._queue,
-            self._timer,
-            self._pings,
-            self._assignments,
-            self._active,
-            self._recovery,
+            gateway, router, self._queue, self._timer, self._pings, self._assignments, self._active, self._recovery
         )
         self._limits = WaitLimits(gateway, router, self._queue, self._timer, self._active)
         self._silence = SilenceWatch(gateway, self._assignments, self._recovery)

@@ -82,8 +82,8 @@ class RequestRecord:
     """Number of the Ping sent to the other workers when a worker of this request died last, 0 if none did. A worker
     that dies without having answered it was dead before it was given the request."""
     shortage: int = 0
-    """The dispatcher's count of capacity shortages when that Ping was sent, -1 after a wait of a suspect. If it has
-    changed, the answers may be outdated."""
+    """``PingRounds.shortages`` when that Ping was sent, -1 after a wait of a suspect. If that has changed, the answers
+    may be outdated."""
     excluded_pairs: frozenset[Pair] = frozenset()
     excluded_workers: frozenset[Incarnation] = frozenset()
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)
