@@ -28,6 +28,7 @@ from coordinator.cluster.registry import WorkerHandle as Member
 from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import RetryBudget
 from coordinator.requests.crash_verdicts import CrashVerdicts
+from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import quarantined
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.silence_watch import SilenceWatch
@@ -271,7 +272,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "no missed beats": (
         Mutation(
             "what a worker does not have is not missed",
-            SilenceWatch, "beat", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
+            Dispatcher, "beat", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
         ),
     ),
     "ends are not asked for": (
