@@ -1,13 +1,13 @@
-"""The decode worker: takes reservations, admits verified KV, batches continuously, streams token spans.
+"""The decode worker: reserves blocks for hand-offs, receives KV, runs continuous batching, and sends token spans.
 
-The same worker serves whole requests (``Generate``): colocated serving, and local prefill where that is cheaper or no
-prefill worker is available. A request starts to run in one of two ways:
+It also serves whole requests (``Generate``): as a colocated worker, and as a decode worker that prefills locally where
+that is cheaper or no prefill worker is available. A request starts to run in one of two ways:
 
     Reserve ──► blocks ──► frames ──► commit verified ─┐
                                                        ├──► running ──► one span per step ──► finished
     Generate ──► waiting ──► computed in chunks ───────┘
 
-Decode steps and prompt chunks share a batch; the planner keeps chunks from stalling streams.
+Decode steps and prompt chunks share a batch; :class:`ChunkBudget` keeps chunks small enough not to stall streams.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from kvtransfer.session import TransferLimits
 log = logging.getLogger("tandem.decode")
 
 BUDGET_S = 0.002
-"""Seconds for receiving KV between two looks at control messages, while no sequence runs."""
+"""Seconds for receiving KV per turn of the loop (control messages are read once per turn), while no sequence runs."""
 BUDGET_SHARE, MOST_BUDGET_SHARE = 0.05, 0.25
-"""The same while sequences run, which receiving delays, as a share of the last step's duration: for each hand-off that
-a sender waits for, and in all. A frame once begun is taken whole, which takes half a millisecond or more, so beside
-short steps one frame is taken per step, until senders wait for several hand-offs."""
+"""The same while sequences run, as a share of the last step's duration, because receiving delays the next step: the
+share per hand-off whose sender waits, and the most in all. A frame is never taken in part, and one takes half a
+millisecond or more. So with short steps one frame per step is taken unless several senders wait."""
 READING_S = 0.002
-"""Seconds between two looks at a read of a sender's pool, while there is nothing else to do."""
+"""Seconds between two checks of a read of a sender's pool, while there is nothing else to do."""
 
 
 @dataclass(slots=True)
 class _AttemptRecord:
-    """Timestamps of one (request, attempt) in seconds, and which of its sequences still run. ``local``: whether its
-    prompt is computed here. ``figures``: timings that prefill sent with its KV."""
+    """Timestamps of one (request, attempt) in seconds, and the ids of its sequences that still run. ``local``: whether
+    its prompt is computed here. ``figures``: timings that prefill sent with the KV."""
 
     arrived_at: float
     local: bool
@@ -72,7 +72,7 @@ class DecodeWorker(Worker):
         self.chunks = ChunkBudget()
         self._batch = Batch((), ())
         self._short_since = math.inf
-        """Since when prompts to be computed here have been waiting for blocks; infinity if none wait."""
+        """The time since which prompts to be computed here have waited for blocks; infinity if none wait."""
         self.receiver = Receiver(
             self.channels,
             self.engine.memory,
@@ -150,11 +150,11 @@ class DecodeWorker(Worker):
         return self._records.pop(transfer, None) is not None
 
     def _most_tokens(self, request: Request) -> int:
-        """Return the most tokens that one choice can come to hold: its prompt and its output."""
+        """Return the maximum length of one choice in tokens: its prompt and its output."""
         return request.prompt_length + request.sampling.max_tokens
 
     def _measure(self, message: Measure, now: float) -> None:
-        """Expect a hand-off of meaningless blocks, which are dropped once they have landed."""
+        """Expect a trial hand-off, whose blocks have no content and are dropped once they have landed."""
         transfer = TransferId(message.request, message.attempt)
         if table := self.open_trial(transfer, message.tokens, now):
             self.receiver.expect(transfer, message.tokens, 0, table.blocks, message.peer, now)
@@ -192,7 +192,7 @@ class DecodeWorker(Worker):
             match end:
                 case Landed():
                     self._land(end.transfer, end.commit, now)
-                case TransferFailed(told=True):  # the sender called it off, and reports it if it is a failure
+                case TransferFailed(told=True):  # cancelled by the sender, which reports it if it is a failure
                     log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
                     self.abort(end.transfer)
                 case TransferFailed():
@@ -204,13 +204,13 @@ class DecodeWorker(Worker):
         """Return the seconds for receiving KV in this turn."""
         if not self.planner.running:
             return BUDGET_S
-        share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # at least 1: what has arrived may not be read yet
+        share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # at least 1: a first message may be unread
         return min(share, MOST_BUDGET_SHARE) * self.step_times.last
 
     def _grant(self, now: float) -> None:
-        """Grant waiting reservations in order, unless a parked sequence waits for blocks. While a prompt computed here
-        waits for blocks, reservations that came after it began to wait are not granted either: the prompt needs all of
-        its blocks at once, and would never get them if every hand-off went first."""
+        """Grant waiting reservations in order, unless a parked (preempted) sequence waits for blocks. While a prompt to
+        be computed here waits for blocks, reservations that arrived after it began to wait are not granted: the prompt
+        needs all of its blocks at once, and would never get them if every hand-off went first."""
         if not self.planner.in_need:
             self._short_since = math.inf
         elif self._short_since == math.inf:
@@ -246,8 +246,8 @@ class DecodeWorker(Worker):
         self._send(writer)
 
     def _first(self, sequence: Sequence, commit: Commit) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Return the first tokens of all choices, which came with the KV, and their log-probabilities. ValueError if
-        their numbers differ from the number of choices, or a token id is out of range."""
+        """Return the first tokens of all choices, which are part of the Commit, and their log-probabilities. ValueError
+        if their numbers differ from the number of choices, or a token id is out of range."""
         tokens, logprobs = unpack_tokens(commit.first), [from_wire(entry) for entry in commit.logprobs]
         if not len(tokens) == len(logprobs) == len(sequence.choices):
             raise ValueError(
@@ -260,14 +260,14 @@ class DecodeWorker(Worker):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> Batch | None:
-        """Return the next step. Prompt tokens beside streams are limited by :class:`ChunkBudget`, unless the worker is
-        colocated, or a stream that has begun waits for its recomputation."""
+        """Return the next step. :class:`ChunkBudget` limits the prompt tokens in a step with streams, unless the worker
+        is colocated or a stream that has begun waits for its recomputation."""
         if self.role == "colocated" or self._has_recomputed_stream():
             return self.planner.plan()
         return self.planner.plan(partial(self.chunks.most, more_come=bool(self.reservations)))
 
     def _has_recomputed_stream(self) -> bool:
-        """Return whether a stream that has begun is being recomputed: it stands still until that is done."""
+        """Return whether a stream that has begun is being recomputed. It gets no tokens until that is done."""
         return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
     def before_step(self, batch: Batch, now: float) -> None:
@@ -301,7 +301,7 @@ class DecodeWorker(Worker):
     def _start(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: TokenSpanEncoder
     ) -> None:
-        """Append the first tokens of all choices, each of which is a sequence of its own from here on."""
+        """Append the first tokens of all choices. From here on each choice is a sequence of its own."""
         record = self._records[sequence.id.transfer]
         started = self.planner.start(sequence, tokens, logprobs)
         self.engine.copy_blocks(started.copies)

@@ -1,9 +1,9 @@
 """The receiving side of all hand-offs of one decode worker: combines sessions, the socket and links.
 
-The worker announces what it expects, with blocks reserved for it. A hand-off is granted once both this reservation and
-the sender's Open are there, in either order. Each frame is checked against the reservation before a byte is copied;
-frames of unknown, expired or older transfers write nothing. :meth:`Receiver.pump` returns the hand-offs that ended, as
-:class:`Landed` or :class:`TransferFailed`.
+The worker calls :meth:`Receiver.expect` with the blocks reserved for a hand-off. A hand-off is granted once both this
+reservation and the sender's Open are there, in either order. Each frame is checked against the reservation before a
+byte is copied; frames of unknown, expired or earlier transfers are dropped. :meth:`Receiver.pump` returns the hand-offs
+that ended, as :class:`Landed` or :class:`TransferFailed`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from kvtransfer.source_pools import Connecting, Sources
 log = logging.getLogger("tandem.kv")
 
 MAX_EARLY = 4096
-"""Most announcements kept without a reservation; the oldest are forgotten, and their senders announce again. One takes
-about 5 KB, and up to 64 KiB more with the metadata by which NIXL reads a pool."""
+"""Maximum number of announcements (Open) kept without a reservation. Beyond it the oldest are forgotten; their senders
+announce again. One takes about 5 KB, and up to 64 KiB more with NIXL's metadata of the sender's pool."""
 
 
 ACKNOWLEDGED_BYTES = TRANSFER_BYTES // 2
-"""Frames that land in one call of ``pump`` are acknowledged together, but at least once per so many bytes, so that
-their sender can go on."""
+"""Frames that land in one call of ``pump`` are acknowledged together, but at least once per this many bytes, so that
+their sender does not run out of credit."""
 
 MAX_PULLS = 64
-"""Most frames of one transfer that wait while an earlier one is being read; further ones are dropped and
-retransmitted."""
+"""Maximum number of frames of one transfer that wait while an earlier one is being read; further ones are dropped, and
+the sender retransmits them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The hand-off failed; the reservation's blocks must be dropped. ``told``: the sender cancelled it."""
+    """The hand-off failed; the worker must drop the reservation's blocks. ``told``: the sender cancelled it."""
 
     transfer: TransferId
     reason: str
@@ -68,7 +68,8 @@ class TransferFailed:
 
 @dataclass(slots=True)
 class _Early:
-    """An Open without a reservation, last received ``at`` (seconds); ``told_ms`` is as in :class:`_Incoming`."""
+    """An Open ``said`` by ``peer`` (a socket identity) without a reservation yet, last received ``at`` (seconds).
+    ``told_ms`` as in :class:`_Incoming`."""
 
     peer: bytes
     said: Open
@@ -78,10 +79,13 @@ class _Early:
 
 @dataclass(slots=True)
 class _Incoming:
-    """One hand-off with a reservation. ``peer`` is the socket identity of its sender, b"" until ``announced`` (its
-    Open) has come; it is granted once there is a ``link``. ``told_ms``: the step duration last sent to the sender.
-    ``pulls``: frames in order, the first of which is being read; ``commit``: a Commit that came behind them.
-    ``acknowledged_bytes``: how much of what has landed was acknowledged."""
+    """One hand-off with a reservation.
+
+    ``table``: the reserved blocks. ``token``: the secret that proves the sender. ``peer``: the socket identity of the
+    sender, b"" until its Open (``announced``) has arrived. ``link``: set once the sender's pool is connected; then the
+    hand-off is granted. ``told_ms``: the step duration last sent to the sender. ``pulls``: frames in order, the first
+    of which is being read. ``commit``: a Commit that arrived behind them. ``acknowledged_bytes``: how many of the
+    placed bytes were acknowledged."""
 
     session: ReceiverSession
     table: Sequence[BlockId]
@@ -97,8 +101,8 @@ class _Incoming:
 
 class Receiver:
     """Receives KV from any number of prefill workers into ``memory``. ``transport`` is auto, shm, zmq or nixl; auto
-    means shared memory if the sender's pool can be mapped, else ZeroMQ. Raises StartError if it is not available
-    here."""
+    means shared memory if the sender's pool can be mapped, else ZeroMQ. Raises StartError if the transport is not
+    available on this machine."""
 
     def __init__(
         self,
@@ -123,9 +127,9 @@ class Receiver:
         self._sources = Sources(channels, self._limits.lease_s, self._nixl)
         self._ended: list[Landed | TransferFailed] = []
         self._to_acknowledge: dict[TransferId, _Incoming] = {}
-        """Transfers of which frames have landed, or were retransmitted, in this call of :meth:`pump`."""
+        """Transfers with frames that have landed, or were retransmitted, in this call of :meth:`pump`."""
         self.step_s = 0.0
-        """Duration of the worker's steps, during which nothing is answered here."""
+        """Duration in seconds of the worker's longest steps. The receiver answers nothing during a step."""
         self.bad_messages = 0
         self.strikes = PeerBanList()
         self.stale_frames = 0
@@ -135,7 +139,7 @@ class Receiver:
 
     @property
     def waited_for(self) -> int:
-        """Number of hand-offs whose senders await answers, including those without a reservation yet."""
+        """Number of hand-offs whose senders wait for answers, including those without a reservation yet."""
         return len(self) + len(self._early)
 
     # -- from the worker ----------------------------------------------------------------------------------------------
@@ -148,9 +152,9 @@ class Receiver:
     def expect(
         self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], peer: Peer, now: float
     ) -> None:
-        """Expect a hand-off into ``table``, which has blocks for ``tokens`` tokens and already holds the first
-        ``have``. Only a sender that proves ``peer``'s token is granted it, and only KV of ``peer``'s element type is
-        accepted."""
+        """Expect a hand-off into ``table``, which has blocks for ``tokens`` tokens and already holds the KV of the
+        first ``have``. Only a sender that proves that it knows ``peer``'s token gets the grant, and only KV of
+        ``peer``'s element type is accepted."""
         travels = replace(self._memory.layout, dtype=peer.dtype)
         session = ReceiverSession(transfer, travels, tokens, have, now, self._limits)
         self._incoming[transfer] = _Incoming(session, table, peer.token)
@@ -161,7 +165,7 @@ class Receiver:
                 self._bad(early.peer, str(error))
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
-        """Give a hand-off up; :meth:`pump` will not return it. Unknown hand-offs are ignored."""
+        """Cancel a hand-off; :meth:`pump` will not return it. Unknown hand-offs are ignored."""
         self._early.pop(transfer, None)
         self.credit.close(transfer)
         incoming = self._incoming.pop(transfer, None)
@@ -203,8 +207,8 @@ class Receiver:
         return ended
 
     def away(self, step_s: float) -> None:
-        """Announce that a step of about ``step_s`` seconds begins, during which nothing is answered here. Senders that
-        would give up meanwhile get a Heard with that duration, unless they already know of one that long."""
+        """Prepare for a step of about ``step_s`` seconds, during which the receiver answers nothing. Senders that would
+        give up before its end get a Heard with that duration, unless they already got one at least as long."""
         self.step_s = max(self.step_s, step_s)
         if step_s * self._limits.busy_steps <= self._limits.no_progress_s:
             return
@@ -226,7 +230,7 @@ class Receiver:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _bad(self, peer: bytes, why: str) -> None:
-        """Strike a peer for an invalid message. The third one bans it, and its hand-offs fail."""
+        """Count an invalid message against a peer. The third one bans the peer, and its hand-offs fail."""
         self.bad_messages += 1
         if self.strikes.strike(peer):
             log.warning("prefill peer %r is banned; the last of its bad messages: %s", peer[:64], why)
@@ -265,7 +269,7 @@ class Receiver:
             if self._nixl is None:
                 message = msgspec.structs.replace(message, agent=b"")
             early = _Early(peer, message, now)
-            # an Open repeated by another peer may have been copied on its way: the first to send it keeps the place
+            # another peer may have copied this Open from the network: only the first that sent it is kept
             if transfer not in self._early or self._early[transfer].peer == peer:
                 self._early[transfer] = early
                 self._early.move_to_end(transfer)
@@ -297,8 +301,8 @@ class Receiver:
             self._answer(incoming)
 
     def _connect(self, incoming: _Incoming, announced: Open, now: float) -> bool:
-        """Choose the best link. True if there is one now; False while the sender's pool is being connected or has
-        failed."""
+        """Choose the best link. Returns True if there is one now; False while the sender's pool is being connected, and
+        after the hand-off has failed because no link is possible."""
         link = self._choose_link(announced, incoming.session.layout, now)
         if link is None:
             why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
@@ -345,8 +349,8 @@ class Receiver:
             self._to_acknowledge[header.transfer] = incoming
 
     def _pull(self, incoming: _Incoming, now: float) -> None:
-        """Place the queued frames in order, until one is still being read. If one cannot be placed, it and all behind
-        it are dropped, and the sender retransmits them."""
+        """Place the queued frames in order, up to the first that is still being read. If one cannot be placed, it and
+        all later ones are dropped, and the sender retransmits them."""
         session, link = incoming.session, incoming.link
         while incoming.pulls and link is not None:
             header, payload = incoming.pulls[0]
@@ -371,7 +375,7 @@ class Receiver:
             self._commit(incoming.peer, commit, incoming, now)
 
     def _acknowledge(self, transfer: TransferId) -> None:
-        """Send what has landed, or Accept again; nothing for a transfer that is over."""
+        """Send an Ack of what has landed, or Accept again; nothing for a transfer that is over."""
         incoming = self._to_acknowledge.pop(transfer)
         session = incoming.session
         if self._incoming.get(transfer) is not incoming or session.over:
@@ -435,11 +439,11 @@ class Receiver:
     def _tick(self, now: float) -> None:
         self._sources.tick(now)
         while self._early and now - next(iter(self._early.values())).at > self._limits.lease_s:
-            self._early.popitem(last=False)  # a live sender would have announced it again
+            self._early.popitem(last=False)  # a live sender would have repeated its Open
         for transfer, incoming in list(self._incoming.items()):
             session = incoming.session
             if session.over:
-                continue  # its sender was banned in this loop, for another hand-off
+                continue  # an earlier iteration banned its sender because of another hand-off
             if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated Commit
                 if now - session.progress_at > self._limits.lease_s:
                     del self._incoming[transfer]
@@ -463,7 +467,8 @@ class Receiver:
 
     @property
     def reading(self) -> bool:
-        """Whether a read of a sender's pool is under way; its completion wakes no poll."""
+        """Whether a read of a sender's pool is under way. Its completion does not wake the worker's poll, so the worker
+        must check for it."""
         return self._sources.knocking or any(incoming.pulls for incoming in self._incoming.values())
 
     def _uses(self) -> Iterator[tuple[SourcePool, float]]:

@@ -1,14 +1,14 @@
 """The state machines of one hand-off, one for each side.
 
-Pure: events in, effects out, time as an argument. ``PROTOCOL.md`` specifies the messages between them:
+Pure: no I/O and no clock; time is an argument. ``PROTOCOL.md`` specifies the messages between the two:
 
     sender    RESERVED ─ granted ► SENDING ─ all sent, first tokens known ► COMMITTING ─ accept ► ACCEPTED ► RELEASED
     receiver  RESERVED ─ first frame ► SENDING ─ commit, everything right ► ACCEPTED ─ released ► RELEASED
     either    before ACCEPTED ─► EXPIRED (lease or no progress) | FAILED (wrong content) | CANCELLED (given up)
 
-Frames are numbered and accepted strictly in order: a duplicate is dropped, and a gap is answered with the last good
-number. The sender's own timer retransmits: first all unacknowledged frames once, then only the oldest. Received data
-becomes visible to batches and to the prefix cache with ACCEPTED only.
+Frames are numbered and accepted strictly in order: a duplicate is dropped, and a gap is answered with the number of the
+last good frame. The sender retransmits by its own timer: first all unacknowledged frames once, then only the oldest.
+Received data becomes visible to batches and to the prefix cache only with ACCEPTED.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TransferState(Enum):
 _S = TransferState
 ENDINGS = frozenset({_S.EXPIRED, _S.FAILED, _S.CANCELLED})
 Moves = dict[TransferState, frozenset[TransferState]]
-"""Each state of a machine, with the states that may follow it."""
+"""Maps each state of a machine to the states that may follow it."""
 _OVER: Moves = {state: frozenset() for state in (_S.RELEASED, _S.EXPIRED, _S.FAILED, _S.CANCELLED)}
 SENDER_MOVES: Moves = {
     _S.RESERVED: frozenset({_S.SENDING, *ENDINGS}),
@@ -66,9 +66,9 @@ class TransferLimits:
     """Timeouts and sizes of a hand-off, in seconds and bytes.
 
     A sender gives up after ``no_progress_s`` without an answer, or after ``busy_steps`` of the receiver's steps if that
-    is longer. It retransmits after ``resend_s`` and renews the receiver's lease of ``lease_s`` every ``renew_s``. Of an
-    interval between two ticks, what exceeds ``lag_s`` counts as our own absence, not the peer's. Frames have about
-    ``frame_bytes``.
+    is longer. It retransmits after ``resend_s`` and renews the receiver's lease of ``lease_s`` every ``renew_s``. If
+    two ticks are more than ``lag_s`` apart, this process itself was busy or stopped: the excess does not count as
+    silence of the peer. Frames have about ``frame_bytes``.
     """
 
     no_progress_s: float = FailureTimes().timeout_s
@@ -81,14 +81,16 @@ class TransferLimits:
 
     @classmethod
     def told(cls, welcome: Welcome) -> TransferLimits:
-        """Return the limits that a coordinator prescribes to its workers."""
+        """Return the limits with the times that the coordinator's Welcome prescribes."""
         patience, renewal, lease = welcome.patience_ms, welcome.heartbeat_ms, welcome.lease_ms
         return cls(no_progress_s=patience / 1000, renew_s=renewal / 1000, lease_s=lease / 1000)
 
 
 class Session:
-    """The part that both sides share: the current state, the moves allowed from it, and the time of the last
-    progress."""
+    """The part that both sides share: the state, the allowed moves, and the time of the last progress.
+
+    ``have``: number of leading tokens that decode has in its own prefix cache, which are not sent. ``frames``,
+    ``bytes``, ``checksum``: totals of what was sent or placed so far, the checksum folded over the frames."""
 
     moves: ClassVar[Moves]
 
@@ -108,7 +110,7 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether the transfer has ended, in whatever way."""
+        """Whether the transfer has ended, with or without success."""
         return self.state in ENDINGS or self.state is TransferState.RELEASED
 
     def end(self, to: TransferState, why: str) -> bool:
@@ -145,10 +147,11 @@ class SenderSession(Session):
         self._ticked_at = now
 
     def heard(self, step_s: float, now: float) -> None:
-        """Record an answer to an announcement. ``step_s`` is the duration of decode's steps; it answers between them.
+        """Record an answer to an announcement (Open). ``step_s`` is the duration in seconds of decode's engine steps;
+        decode answers only between them.
 
-        Before the grant no other answer can be expected, so this counts as progress. Afterwards only acknowledged
-        frames do: a repeated Grant means that none has landed.
+        Before the grant this counts as progress, because no other answer can be expected. Afterwards only acknowledged
+        frames count: a repeated Grant means that no frame has landed.
         """
         self._heard = True
         if self.state is TransferState.RESERVED:
@@ -156,14 +159,15 @@ class SenderSession(Session):
         self._patience_s = max(self.limits.no_progress_s, self.limits.busy_steps * step_s)
 
     def waited(self, now: float) -> None:
-        """Restart the timers: frames of other transfers, sent before ours on the same connection, are still arriving,
-        so that ours are due neither for retransmission nor for giving up."""
+        """Restart the timers, because frames of other transfers that were sent before ours on the same connection are
+        still arriving: it is too early to retransmit our frames or to give up."""
         self.progress_at = max(self.progress_at, now)
         self._resent_at = max(self._resent_at, now)
 
     def granted(self, have: int, link: str, credit_bytes: int, now: float, grain: int = 1) -> None:
-        """Start sending: decode has reserved blocks and already has the first ``have`` tokens. Frames on this link are
-        ``grain`` times as large as usual. Ignored if granted before."""
+        """Start sending, because decode has reserved blocks; it already has the first ``have`` tokens. ``credit_bytes``
+        is the initial limit in bytes, and frames on this link are ``grain`` times as large as usual. A repeated grant
+        is ignored."""
         if self.state is not TransferState.RESERVED:
             return  # a repeated grant
         self.move(TransferState.SENDING)
@@ -173,7 +177,7 @@ class SenderSession(Session):
         self._outbox.computed(*self._progress)
 
     def computed(self, tokens: int, layers: int) -> None:
-        """Record that layers ``[0, layers)`` of all tokens before ``tokens`` are in the source blocks."""
+        """Record that layers ``[0, layers)`` of the tokens ``[0, tokens)`` are in the source blocks."""
         self._progress = (tokens, layers)
         if self._outbox is not None:
             self._outbox.computed(tokens, layers)
@@ -190,7 +194,8 @@ class SenderSession(Session):
         return self._outbox.ready
 
     def next_cells(self) -> Rectangle | FrameHeader | None:
-        """Return what to send now: fresh cells (then call :meth:`sent`), a frame to retransmit, or None."""
+        """Return what to send next: the cells of a new frame (the caller then calls :meth:`sent`), the header of a
+        frame to retransmit, or None."""
         if not self.ready or self._outbox is None:
             return None
         return self._again.popleft() if self._again else self._outbox.next()
@@ -201,8 +206,8 @@ class SenderSession(Session):
         return bool(self._again) and self._again[0] is self._unacked[0]
 
     def sent(self, cells: Rectangle, size: int, checksum: int) -> FrameHeader:
-        """Record a fresh frame and return its header. If ``checksum`` is UNSAID, :meth:`summed` must supply it
-        later."""
+        """Record that a new frame was sent and return its header. If ``checksum`` is UNSAID, it must be supplied to
+        :meth:`summed` later."""
         header = FrameHeader(self.transfer, self.frames, cells, size, checksum)
         self.frames += 1
         self.bytes += size
@@ -217,13 +222,13 @@ class SenderSession(Session):
         return header
 
     def summed(self, checksum: int) -> None:
-        """Record the checksum of the first of the ``unsummed`` frames; checksums are folded in frame order."""
+        """Record the checksum of the first of the ``unsummed`` frames. Checksums are folded in the order of frames."""
         self.unsummed_bytes -= self.unsummed.popleft().size_bytes
         self.checksum = fold(self.checksum, checksum)
 
     def acked(self, frame: int, limit_bytes: int, now: float) -> None:
-        """Record that frames up to ``frame`` (inclusive) have landed, and that frames may begin before ``limit_bytes``
-        of the transfer's byte stream. Raises WireError for a frame that was never sent."""
+        """Record that frames up to ``frame`` (inclusive) have landed, and that new frames may begin before offset
+        ``limit_bytes`` of the transfer's byte stream. Raises WireError for a frame that was never sent."""
         if frame >= self.frames:
             raise WireError(f"transfer {self.transfer}: frame {frame} is acknowledged, only {self.frames} were sent")
         self.limit_bytes = max(self.limit_bytes, limit_bytes)
@@ -235,12 +240,12 @@ class SenderSession(Session):
             self._again.popleft()
 
     def may_commit(self) -> bool:
-        """Whether every cell has been sent. Commit also needs the first tokens (from the worker) and the checksums of
-        the ``unsummed`` frames."""
+        """Return whether every cell has been sent. Before it sends Commit, the caller also needs the first tokens and
+        the checksums of the ``unsummed`` frames."""
         return self.state is TransferState.SENDING and self._outbox is not None and self._outbox.complete
 
     def committed(self, now: float) -> None:
-        """Record that Commit is sent; all checksums must be known by then."""
+        """Record that Commit is sent. All checksums must be known."""
         if self.unsummed:
             raise InvariantBroken(f"transfer {self.transfer} is committed without the checksums of its frames")
         self.move(TransferState.COMMITTING)
@@ -248,7 +253,7 @@ class SenderSession(Session):
 
     def accepted(self, received_bytes: int, now: float) -> bool:
         """Record decode's Accept; False if this transfer is not waiting for one. Raises WireError if ``received_bytes``
-        is wrong; the commit is then sent again, and a correct Accept still counts."""
+        is wrong; the transfer then keeps waiting for a correct Accept, and repeats its Commit."""
         if self.state is not TransferState.COMMITTING:
             return False
         if received_bytes != self.bytes:
@@ -258,15 +263,15 @@ class SenderSession(Session):
         return True
 
     def tick(self, now: float) -> bool:
-        """Run the timers. True if the commit should be sent again; frames to retransmit come out of :meth:`next_cells`.
+        """Run the timers. Returns whether to send the commit again; :meth:`next_cells` returns the frames to
+        retransmit.
 
-        Before the grant decode is expected to answer announcements, afterwards frames and commits. Time spent waiting
-        for our own prompt to be computed does not count as lack of progress, nor does time in which we were not
-        listening ourselves.
+        Before the grant decode must answer announcements, afterwards frames and commits. Two kinds of time do not count
+        as lack of progress: waiting for our own prompt to be computed, and time in which we did not listen.
         """
         away, self._ticked_at = now - self._ticked_at - self.limits.lag_s, now
         if away > 0:
-            self.progress_at = min(now, self.progress_at + away)  # answers that came meanwhile were read just now
+            self.progress_at = min(now, self.progress_at + away)  # answers that arrived meanwhile have just been read
         asked = self.state in (TransferState.RESERVED, TransferState.COMMITTING) or bool(self._unacked)
         if self.over or not asked:
             self.progress_at = now
@@ -280,13 +285,14 @@ class SenderSession(Session):
         if now - self._resent_at <= self.limits.resend_s:
             return False
         self._resent_at = now
-        # first all frames, which may be lost; after that one frame as a probe, since the receiver may just be busy
+        # first all frames, since they may be lost; later only one as a probe, since the receiver may just be busy
         self._again = deque(itertools.islice(self._unacked, 1)) if self._repeated else deque(self._unacked)
         self._repeated = True
         return self.state is TransferState.COMMITTING
 
     def renewal_due(self, now: float) -> bool:
-        """Whether to announce the transfer again, which renews the receiver's lease and gets a lost Grant repeated."""
+        """Return whether to send Open again now. It renews the receiver's lease, and makes decode repeat a Grant that
+        was lost."""
         if self.over or self.state is TransferState.ACCEPTED or now < self._renew_at:
             return False
         self._renew_at = now + (self.limits.renew_s if self._heard else self.limits.resend_s)
@@ -294,8 +300,8 @@ class SenderSession(Session):
 
 
 class FrameVerdict(Enum):
-    """What to do with an arriving frame: place it, acknowledge it again, wait for the missing one, or strike its
-    sender."""
+    """What to do with an arriving frame: place it, acknowledge it again, wait for the missing one before it, or count a
+    bad message against its sender."""
 
     TAKE = "take"
     REPEATED = "repeated"
@@ -304,8 +310,8 @@ class FrameVerdict(Enum):
 
 
 class ReceiverSession(Session):
-    """The decode side. A frame is checked against the reservation before a byte is copied (:meth:`judge`), counted once
-    its bytes are placed and match its header (:meth:`took`), and all are accepted if the Commit matches their
+    """The decode side. :meth:`judge` checks a frame against the reservation before a byte is copied. :meth:`took`
+    counts it once its bytes are placed and match its header. :meth:`accept` follows if the Commit matches the
     totals."""
 
     moves = RECEIVER_MOVES
@@ -318,7 +324,7 @@ class ReceiverSession(Session):
         self._upto = [have] * len(layout.layers)
 
     def judge(self, header: FrameHeader, now: float) -> FrameVerdict:
-        """Return whether this frame is the next one to place; the state changes only in :meth:`took`."""
+        """Return what to do with this frame. The state changes only in :meth:`took`."""
         if self.state not in (TransferState.RESERVED, TransferState.SENDING):
             return FrameVerdict.REPEATED if self.state is TransferState.ACCEPTED else FrameVerdict.STRANGE
         self.progress_at = now
@@ -333,7 +339,8 @@ class ReceiverSession(Session):
         return FrameVerdict.TAKE
 
     def took(self, header: FrameHeader, checksum: int, now: float) -> None:
-        """Record that the frame's bytes are placed; ``checksum`` is theirs, and equals the header's if that has one."""
+        """Record that the frame's bytes are placed. ``checksum`` is that of the placed bytes; if the header has one,
+        the caller has compared the two."""
         if self.state is TransferState.RESERVED:
             self.move(TransferState.SENDING)
         for layer in header.cells.layers:
@@ -357,11 +364,11 @@ class ReceiverSession(Session):
         return ""
 
     def behind(self, commit: Commit) -> bool:
-        """Whether frames of this commit are still missing; they were lost and will be sent again."""
+        """Return whether frames of this commit are still missing. They were lost and will be sent again."""
         return self.state in (TransferState.RESERVED, TransferState.SENDING) and commit.frames > self.frames
 
     def renewed(self, now: float) -> None:
-        """Renew the lease: the sender is alive and still intends to send."""
+        """Renew the lease, because the sender is alive and still intends to send."""
         self.progress_at = now
 
     def accept(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 The states of a prompt here:
 
-    Prefill ──► waiting ──► computing (frames leave after each layer) ──► first token to the coordinator, at once
+    Prefill ──► waiting ──► computing (frames leave meanwhile) ──► first token to the coordinator, at once
             ──► blocks renamed from the sequence to ``xfer:`` until decode has accepted ──► evictable cache
 
 A prompt may be computed before decode has found blocks for it. When a prompt that has decode's grant is short of blocks

@@ -1,11 +1,11 @@
-"""``tandem bench plan``: with which pools to serve a workload, for pools that do not exist yet.
+"""``tandem bench plan``: predicts which pools serve a workload best, including pools that this machine cannot run.
 
-Answers the question of ``tandem bench compare`` by a simulation (:mod:`bench.simulate.world`) whose steps cost what
-steps of the real engine cost when measured (:mod:`bench.simulate.cost`). Each worker has the cores of the measured
-worker and by default lends them while it is idle, as on one machine. Systems with the same number of workers therefore
-have the same number of cores, and the advice is given for each number of workers. One colocated worker on the cores of
-several, which shares every prompt over them, is not planned: ``compare`` measures it. ``--check`` compares the plan
-with what ``compare`` measured for the same systems.
+Answers the same question as ``tandem bench compare``, by a simulation (:mod:`bench.simulate.world`) whose step times
+come from a cost model fitted to steps of the real engine (:mod:`bench.simulate.cost`). Each simulated worker has as
+many cores as the measured one and by default lends them while it is idle, as on one machine. Systems with the same
+number of workers therefore have the same number of cores, and the advice is given for each number of workers. A single
+colocated worker on all of these cores is not planned; ``compare`` can measure it. ``--check`` compares the plan with a
+file that ``compare`` saved for the same systems.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from common.kv.budget import human_bytes
 from common.net.http_client import HttpClient
 
 SERVED = (4, 64, 128)
-"""Streams, prompt tokens and answer tokens of the load by which a turn is measured."""
+"""Streams, prompt tokens and answer tokens of the load with which the cost of a loop turn outside the engine step is
+measured."""
 CHECKED = {
     "inside": "slo_attainment",
     "ttft_p50": "median_ttft_ms",
@@ -48,9 +49,9 @@ CHECKED = {
     "itl_p99": "p99_itl_ms",
     "output": "output_throughput",
 }
-"""Figures that are compared with measured ones, and their keys in a file of ``compare``."""
+"""The figures that ``--check`` compares, with their keys in a file saved by ``compare``."""
 ALIKE = ("block_size", "max_num_seqs", "max_num_batched_tokens", "lend_cores")
-"""Options of workers that have the same default here and in ``tandem up``."""
+"""Options of workers whose defaults are the same here and in ``tandem up``."""
 
 
 def run(config: BenchPlanConfig) -> int:
@@ -117,7 +118,8 @@ def run(config: BenchPlanConfig) -> int:
 def _round(
     config: BenchPlanConfig, number: int, tokenizer: FileTokenizer, longest: int
 ) -> tuple[list[Ask], list[float]]:
-    """Return the requests of one round and their arrival times, with the seed that a measured comparison uses."""
+    """Return the requests of one round and their arrival times in seconds, made with the same seed as in round
+    ``number`` of ``compare``."""
     options = replace(config, seed=config.seed + number)
     asks, left_out = within(workload(options, tokenizer), config.num_prompts, longest)
     if not asks:
@@ -155,7 +157,8 @@ def _objectives(text: str) -> tuple[Objective, ...]:
 def _cost(
     config: BenchPlanConfig, checkpoint: Checkpoint, tokenizer: FileTokenizer
 ) -> tuple[CostModel, dict[str, Any]]:
-    """Return the step costs and their origin: read from the file if it exists, else measured now and saved there."""
+    """Return the step costs and their origin (model and machine). They are read from the file ``--cost`` if it exists,
+    else measured now and saved there."""
     console = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
@@ -173,7 +176,7 @@ def _cost(
     gap_s = served_gap_s(
         model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console
     )
-    cost = measure(model, config.threads, say)  # last, so that no system shares memory with the engine it loads
+    cost = measure(model, config.threads, say)  # last, so that no system runs beside the engine it loads
     streams, prompt, tokens = SERVED
     cost = replace(cost, turn=max(0.0, gap_s - cost.decode_s(streams, prompt + tokens / 2)))
     if config.cost:
@@ -182,8 +185,7 @@ def _cost(
 
 
 def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
-    """Measure the median time between tokens of ``asks``, which one decode worker of a whole system answers
-    together."""
+    """Return the median time in seconds between tokens of ``asks``, sent at once to a system with one decode worker."""
     with running(model, "1p1d", ["--threads", str(threads)]) as url:
         target = Target(url, str(HttpClient(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})
         run = run_now(target, asks, [0.0] * len(asks), warm=asks[:1], console=console, title="streams")
@@ -194,7 +196,7 @@ def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console
 
 
 def _assumed(limits: Limits, systems: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the assumptions of the plan that were not measured here, for the saved file and in words."""
+    """Return the assumptions that the plan makes without a measurement: as figures for the saved file, and in words."""
     pools = [counts(name) for name in systems]
     found: dict[str, Any] = {}
     words = ["no network time, some milliseconds before the first token"]
@@ -210,8 +212,8 @@ def _assumed(limits: Limits, systems: Sequence[str]) -> tuple[dict[str, Any], li
 
 
 def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective], threads: int) -> list[str]:
-    """Return the advice for each number of workers for which there are systems of both kinds, and a note on what is not
-    planned: one colocated worker with the cores of all."""
+    """Return the advice for each number of workers with which there are disaggregated and colocated systems, and a note
+    that one colocated worker on all cores is not planned."""
     sizes = sorted({sum(counts(each.system)) for each in outcomes})
     lines = []
     for size in sizes:
@@ -228,8 +230,9 @@ def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective], thread
 
 
 def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> dict[str, Any]:
-    """Read what ``compare`` saved there, by system, before minutes are spent on a plan. Raises StartError if it is no
-    such file, has another load, or has none of ``systems``."""
+    """Return the systems in the file ``path`` saved by ``compare``. Called first, so that a wrong file is noticed
+    before minutes are spent on the plan. StartError if ``path`` is not such a file, was measured with another load,
+    or contains none of ``systems``."""
     todo = "give a file that tandem bench compare has saved"
     try:
         found = results.load(path)
@@ -256,8 +259,8 @@ def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> di
 
 
 def _workers(flags: str) -> dict[str, Any]:
-    """Return the options of the measured workers that exist here too: from the flags of that ``tandem up``, else its
-    defaults."""
+    """Return the options of the measured workers that ``plan`` has too, from ``flags`` of the measured ``tandem up`` or
+    its defaults."""
     parser = Parser(add_help=False)
     add_options(parser, UpConfig)
     given = vars(parser.parse_args(shlex.split(flags)))
@@ -271,7 +274,8 @@ def _workers(flags: str) -> dict[str, Any]:
 
 
 def _check(outcomes: Sequence[Outcome], measured: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return planned over measured figures (medians over the rounds) of the systems that are in both."""
+    """Return the ratio of each planned figure to the measured one (medians over the rounds), for the systems that are
+    in both."""
     found = {}
     for outcome in outcomes:
         if outcome.system in measured:

@@ -39,8 +39,8 @@ def usable_cores() -> int:
 
 
 def usual_systems(cores: int) -> str:
-    """Return the default of ``--systems``: one prefill and one decode worker against colocated workers and, if there is
-    a core for a third worker, pools of unequal sizes."""
+    """Return the default of ``--systems``: a 1p1d system, colocated workers and, if there is a core for a third worker,
+    systems with three workers."""
     return "1p1d,1c,2c" if cores <= 2 else "1p1d,1c,2c,2p1d,1p2d,3c"
 
 
@@ -56,7 +56,7 @@ def pools(system: str) -> list[str]:
 def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]:
     """Run ``tandem up`` with the pools of ``system``, and yield its URL once it is ready.
 
-    Raises StartError with the reason it printed if it does not start."""
+    If it does not start, StartError is raised with the reason that it printed."""
     words = [*([model] if model else []), *pools(system), "--port", "0", "--control-port", "0", *flags]
     with started(system, [sys.executable, "-m", "deploy.cli", "up", *words]) as process:
 

@@ -10,26 +10,26 @@ from collections.abc import Iterable
 from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", bytes)
-"""128 random bits, minted by the coordinator."""
+"""128 random bits, drawn by the coordinator."""
 WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", str)
-"""New at every start of a process; distinguishes a restarted worker from the process that died."""
+"""A random id that a process draws at its start; distinguishes a restarted worker from the process that died."""
 BlockId = NewType("BlockId", int)
 Holder = NewType("Holder", str)
-"""The name under which a KV block is held. It contains the attempt, so a late drop of attempt 1 cannot free blocks of
-attempt 2."""
+"""The name under which a KV block is held. It contains the attempt, so a late message of attempt 1 cannot free blocks
+of attempt 2."""
 
 REQUEST_ID_BYTES = 16
 TOKEN_ID_BYTES = 4
 MAX_ATTEMPT = (1 << 32) - 1
-"""Packed transfer ids have four bytes for the attempt."""
+"""Largest attempt number that fits into the four bytes of a packed transfer id."""
 MAX_NAME_BYTES, MAX_INCARNATION_BYTES = 128, 64
-"""A ZeroMQ identity, which holds both and a secret, has at most 255 bytes."""
+"""Limits that keep a ZeroMQ identity, which contains both and a secret, within its maximum of 255 bytes."""
 CACHE = Holder("cache")
 
 
 class TransferId(NamedTuple):
-    """The identity of one hand-off. It has no choice: with ``n > 1`` the prompt's KV travels once."""
+    """The id of one hand-off. It contains no choice, because with ``n > 1`` the prompt's KV travels once."""
 
     request: RequestId
     attempt: int
@@ -39,7 +39,7 @@ class TransferId(NamedTuple):
 
 
 class SequenceId(NamedTuple):
-    """One choice of one request in one attempt."""
+    """The id of a sequence: one choice of one request in one attempt."""
 
     request: RequestId
     choice: int
@@ -62,7 +62,7 @@ def pack_transfers(transfers: Iterable[TransferId]) -> bytes:
 
 
 def unpack_transfers(data: bytes) -> list[TransferId]:
-    """Invert :func:`pack_transfers`; raises ValueError if ``data`` is not a whole number of ids."""
+    """Return the ids packed by :func:`pack_transfers`; raises ValueError if ``data`` is not a whole number of ids."""
     if len(data) % _TRANSFER.size:
         raise ValueError(f"{len(data)} bytes are not a whole number of transfer ids")
     return [TransferId(RequestId(request), attempt) for request, attempt in _TRANSFER.iter_unpack(data)]
@@ -93,12 +93,13 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """Invert :func:`pack_tokens`; raises ValueError if ``data`` is not a whole number of tokens."""
+    """Return the ids packed by :func:`pack_tokens`; raises ValueError if ``data`` is not a whole number of tokens."""
     return _unpacked(data).tolist()
 
 
 def max_token(*packed: bytes) -> int:
-    """Return the largest token id in these packed arrays, -1 if all are empty; raises as :func:`unpack_tokens`."""
+    """Return the largest token id in these packed arrays, -1 if all are empty. Raises ValueError if one of them is not
+    a whole number of tokens."""
     return max((max(_unpacked(tokens)) for tokens in packed if tokens), default=-1)
 
 

@@ -1,9 +1,9 @@
-"""Start-up check of a loaded model: it is run on 32 tokens before it serves.
+"""Start-up check of a loaded model: a run on 32 tokens before it serves.
 
-Flags of transformers do not say reliably whether an architecture works with our attention. So it is tried: attention
-must be called exactly once per layer, and the logits must equal those of transformers' own eager attention. The engine
-then repeats the comparison through its paged pool, in chunks and beside another sequence, which detects a model that
-keeps any other state.
+The flags of transformers do not say reliably whether an architecture works with our attention, so the check runs the
+model. Our attention must be called exactly once per layer, and the logits must equal those of transformers' eager
+attention. The engine then repeats the comparison through its paged pool, in chunks and in a batch with another
+sequence. That detects a model that keeps state outside the KV cache.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from common.kv.layout import LayerLayout
 
 PROBE_TOKENS = 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Largest accepted difference of logits: root mean square over the vocabulary, divided by their standard deviation,
-median over rows."""
+"""Largest accepted difference of logits, by their dtype. The difference of a row is the root mean square over the
+vocabulary, divided by the standard deviation of the row's logits; the median over rows counts."""
 
 QUANTISED_TOLERANCE = 0.25
-"""The same for weights rounded to int8."""
+"""The largest accepted difference for weights that were rounded to int8."""
 
 
 @dataclass
 class Recorder:
-    """Dense attention over one sequence that records its calls: (layer, KV shape, parameters) of each."""
+    """Dense attention over one sequence. Records (layer, KV shape, parameters) of each call in ``calls``."""
 
     calls: list[tuple[int, LayerLayout, Params]] = field(default_factory=list)
 
@@ -56,8 +56,9 @@ class Probe:
 def forward(
     model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the logits [rows, vocab], in the model's dtype, of a flat row ``input_ids`` and ``position_ids``, both
-    int64 [1, T]: of the rows ``keep`` (int64 [rows]), or of all T for None."""
+    """Run the model on T tokens and return logits [rows, vocab] in the model's dtype. ``input_ids`` and
+    ``position_ids`` are int64 [1, T]. ``keep`` (int64 [rows]) selects the tokens whose logits are returned; None
+    returns all T."""
     extra: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
     logits: torch.Tensor = out.logits[0]
@@ -66,7 +67,8 @@ def forward(
 
 @torch.inference_mode()
 def probe(model: Any, checkpoint: Checkpoint) -> Probe:
-    """Run the model densely with eager attention and with ours; StartError, in words, if they disagree."""
+    """Run the model on 32 tokens with eager attention and with ours, without the paged pool. StartError, with the
+    reason, if the model cannot be run in this way or the logits differ."""
     parameters = inspect.signature(model.forward).parameters
     if not {"position_ids", "logits_to_keep"} <= parameters.keys():
         raise _unfit(checkpoint, "its forward pass takes no position_ids or no logits_to_keep")
@@ -77,7 +79,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
         recorder = Recorder()
         bind(model, recorder)
         ours = forward(model, ids, positions, None)
-    except Exception as error:  # a model's own code may raise anything when called in this way
+    except Exception as error:  # the model's code may raise anything
         raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
     layers = _layers(checkpoint, recorder)
     require_equal(checkpoint, ours, eager, "with our attention")
@@ -94,7 +96,8 @@ def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
 
 
 def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ...]:
-    """Return the KV shape of each layer; StartError unless every layer called our attention once, with its window."""
+    """Return the KV shape of each layer. StartError unless every layer called our attention exactly once and passed
+    its sliding window, if it has one."""
     config = checkpoint.text_config
     count = config.get("num_hidden_layers", config.get("n_layer", len(recorder.calls)))
     if [layer for layer, _, _ in recorder.calls] != list(range(count)):
@@ -112,7 +115,7 @@ def require_equal(
     checkpoint: Checkpoint, ours: torch.Tensor, eager: torch.Tensor, how: str, tolerance: float | None = None
 ) -> None:
     """Raise StartError unless the logits [rows, vocab] agree within ``tolerance`` (default: what their dtype allows);
-    ``how`` says in the error's text how ``ours`` were computed."""
+    ``how`` describes in the error's text how ``ours`` were computed."""
     expected = eager.float()
     error = (ours.float() - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1).clamp(min=1e-6)
     worst = float(error.median())

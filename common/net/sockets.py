@@ -1,14 +1,13 @@
 """ZeroMQ sockets with explicit limits, and one message per send.
 
-libzmq's defaults do not fit: frames are unbounded, closing waits for ever, a peer that reconnects while its old
-connection is still known is silently ignored, and messages to unknown peers vanish. Here identities are minted per
-incarnation and belong to the latest connection, a router's send to a missing peer returns False, and a message with too
-many parts is cut off (:class:`BoundedSocket`).
+libzmq's defaults do not fit: the size of frames is unlimited, closing a socket may wait for ever, a peer that
+reconnects while its old connection is still known is silently ignored, and messages to unknown peers are silently
+dropped. Here an identity contains the worker's incarnation and belongs to the latest connection that claims it, a
+router's send to a missing peer returns False, and a message with too many parts is truncated (:class:`BoundedSocket`).
 
 A worker's control socket is a DEALER with identity ``name|incarnation|secret``. Its heartbeats have a socket of their
 own, ``name|incarnation|secret|hb``, so that no message can delay them. The coordinator binds one ROUTER for all of
-them. A router hands an identity over to the latest peer that claims it; the secret, which only the worker and its
-coordinator know, keeps other workers from claiming it.
+them. The secret, which only the worker and its coordinator know, keeps other workers from claiming the identity.
 
 With cluster keys every socket of the process uses CURVE (RFC 26), and a router admits only the keys of the roles that
 :data:`ADMITS` lists for it (ZAP, RFC 27). This holds on loopback too, since a process cannot know from where its peers
@@ -49,28 +48,31 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 HIGH_WATER_MESSAGES = 100_000
-"""Control messages queued for sending per connection: they are small, and a busy second must not drop any. Also the
-bound of a worker's unread messages from its coordinator, which the worker trusts anyway."""
+"""Maximum number of control messages queued for sending per connection: they are small, and none may be dropped in a
+busy second. Also the maximum number of unread messages from its coordinator that a worker holds; the worker trusts the
+coordinator, so a low limit would protect nothing."""
 REPORTS_HIGH_WATER_MESSAGES = 256
-"""Unread messages that the coordinator holds per connection, at most 1 MiB each. Further ones wait at the sender."""
+"""Maximum number of unread messages that the coordinator holds per connection, of at most 1 MiB each. Further ones wait
+at the sender."""
 KV_HIGH_WATER_MESSAGES = 128
 MAX_FRAME_BYTES = 8 << 20
-"""Bounds on the unread KV frames that a decode worker holds per connection: their number, and the size of one. They
-hold even if the peer ignores its credit, by which it may have 128 MiB on their way (:mod:`kvtransfer.flow_control`). A
-regular frame has less than 2 MiB (:mod:`kvtransfer.plan`). Further frames wait in the connection."""
+"""Maximum number of unread KV frames that a decode worker holds per connection, and maximum size of one. They bound the
+memory even if the peer ignores its credit of 128 MiB in flight (:mod:`kvtransfer.flow_control`). A regular frame has
+less than 2 MiB (:mod:`kvtransfer.plan`). Further frames wait in the connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
-"""Unread messages that a prefill worker holds per decode worker."""
+"""Maximum number of unread messages that a prefill worker holds per decode worker."""
 MESSAGE_PARTS, FRAME_PARTS = 1, 2
-"""Parts of a control message, and of a KV frame (header and payload)."""
+"""Number of parts of a control message, and of a KV frame (header and payload)."""
 DROPPED_PARTS = 1024
-"""Parts dropped per call from a message of too many parts; small ones take about half a millisecond."""
+"""Number of parts that one call drops from a message with too many parts; this many small parts take about half a
+millisecond."""
 KV_NICENESS, CURVE_NICENESS = 15, 5
 """Niceness of the I/O threads that carry KV, in plain text and encrypted: control messages and their handlers go first
-when cores are scarce. Beside a computing thread, niceness 15 still gives a thirtieth of a core, which copies a few
-hundred megabytes per second; encryption needs most of a core and gets a quarter. All I/O threads ask for the shortest
-scheduling slice, so that they do not wait for computing threads."""
+when cores are scarce. On a core that another thread uses fully, niceness 15 gives a thirtieth of the core, enough to
+copy a few hundred megabytes per second. Encryption needs more: niceness 5 gives a quarter. All I/O threads ask for the
+shortest scheduling slice, so that they preempt computing threads."""
 HANDSHAKE_MS = 2000
-"""A handshake that makes no progress for this long is broken off and retried; libzmq's default is half a minute."""
+"""A handshake that makes no progress for this many milliseconds is aborted and retried; libzmq's default is 30 s."""
 BEAT_SUFFIX = "|hb"
 ADMITS: dict[Party, tuple[Party, ...]] = {
     "coordinator": ("prefill", "decode", "colocated"),
@@ -96,19 +98,19 @@ def is_local(address: str) -> bool:
 
 
 def nearby(address: str) -> str:
-    """Return the endpoint at which a launcher's own workers reach the coordinator bound to ``address``: an abstract
-    Unix socket, which costs both sides less per message than TCP. Outside of Linux, which alone has abstract sockets,
-    it is ``address`` itself. The name contains the port and, as ports do, belongs to the network namespace, so two
-    coordinators with different ports never collide."""
+    """Return the endpoint at which workers of the same launcher reach the coordinator bound to ``address``: an abstract
+    Unix socket, which costs both sides less per message than TCP. Outside Linux, which alone has abstract sockets, it
+    is ``address`` itself. The name contains the port. Abstract names and ports both belong to the network namespace, so
+    the names of two coordinators never collide."""
     return f"ipc://@tandem-{address.removeprefix('tcp://')}" if sys.platform == "linux" else address
 
 
 class BoundedSocket(zmq.Socket[bytes]):
     """A socket that receives at most ``most_parts`` parts of a message, plus one that shows the excess.
 
-    Later calls drop the rest, DROPPED_PARTS each. Nothing else can be read from the socket meanwhile, but the caller
-    can do other work between calls. libzmq limits the size of a part and the number of messages, not the number of
-    parts: two million of them fit in six megabytes.
+    Later calls drop the rest, DROPPED_PARTS per call. Until that is done nothing else can be read from the socket, but
+    the caller can do other work between calls. This class exists because libzmq limits the size of a part and the
+    number of messages, but not the number of parts: two million of them fit into six megabytes.
     """
 
     most_parts: int
@@ -116,8 +118,8 @@ class BoundedSocket(zmq.Socket[bytes]):
     """Whether the rest of an oversized message is still being dropped."""
 
     def recv_multipart(self, flags: int = 0, copy: bool = True, track: bool = False) -> list[Any]:
-        """Receive as zmq's, but at most ``most_parts`` + 1 parts. Returns an empty list from a call that dropped parts
-        instead."""
+        """Receive a message like the method of ``zmq.Socket``, but at most ``most_parts`` + 1 parts of it. A call that
+        dropped parts of an oversized message returns an empty list."""
         if self.dropping:
             self._drop(flags)
             return []
@@ -176,7 +178,7 @@ def bind_router(
     socket.most_parts = 1 + parts  # the sender's identity comes first
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # a peer may reconnect before we, busy with a long step, have read that its old connection ended
+    # a peer may reconnect before we, busy with a long step, have noticed that its old connection ended
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     _bind(socket, address)
     return socket
@@ -252,14 +254,15 @@ def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
 class Channels:
     """The sockets and the clock of one process. Used from one thread.
 
-    Sockets that carry KV have a libzmq context, and so an I/O thread, of their own: control messages never wait until
-    megabytes are copied.
+    Sockets that carry KV have a libzmq context of their own, and so their own I/O thread: control messages never wait
+    while it copies megabytes.
     """
 
     keys: ClusterKeys | None = None
 
     def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True, at_once: bool = False) -> None:
-        """``at_once`` is passed to :func:`common.platform.threads.answer` for the I/O thread of control messages."""
+        """``at_once`` asks for real-time priority for the I/O thread of control messages (see
+        :func:`common.platform.threads.answer`)."""
         self.context = _started(at_once=at_once)
         self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
@@ -278,8 +281,9 @@ class Channels:
         return secrets.token_hex(16)
 
     def router(self, address: str, *, kv: bool = False, near: bool = False) -> tuple[BoundedSocket, str]:
-        """Create a ROUTER bound to ``address``; return it and its actual address. With ``kv`` it receives KV frames,
-        else reports of workers. With ``near`` it is also bound to the :func:`nearby` endpoint."""
+        """Create a ROUTER bound to ``address``; return it and its actual address. With ``kv`` its limits are those for
+        KV frames, else those for messages of workers to the coordinator. With ``near`` it is also bound to the
+        :func:`nearby` endpoint."""
         reports = MAX_REPORT_BYTES, MESSAGE_PARTS, REPORTS_HIGH_WATER_MESSAGES
         size, parts, unread = (MAX_FRAME_BYTES, FRAME_PARTS, KV_HIGH_WATER_MESSAGES) if kv else reports
         context = self._of_kv() if kv else self.context
@@ -316,14 +320,14 @@ class Channels:
     def watched_dealer(self, address: str, name: bytes) -> tuple[zmq.Socket[Any], Handshakes]:
         """Create a DEALER connected to the coordinator at ``address``; return it and the state of its handshakes.
 
-        libzmq reports a final refusal only once, perhaps before this thread runs again; so the monitor is attached
-        before the socket connects.
+        libzmq reports a refusal that it will not retry only once, perhaps before this thread runs again. So the monitor
+        is attached before the socket connects.
         """
         watched: list[Handshakes] = []
 
         def watch(dealer: zmq.Socket[Any]) -> None:
-            # not pyzmq's default address: it is made from the socket's descriptor, and the monitor of the last socket
-            # with that descriptor may still be bound to it
+            # not pyzmq's default address, which contains the socket's descriptor: the monitor of a closed socket that
+            # had the same descriptor may still be bound to it
             monitor = dealer.get_monitor_socket(Handshakes.EVENTS, f"inproc://handshakes-{next(_WATCHED)}")
             watched.append(Handshakes(dealer, monitor, keyed=self.keys is not None))
 
@@ -373,7 +377,7 @@ class Channels:
     # -- for a process that waits in poll -----------------------------------------------------------------------------
 
     def register(self, what: zmq.Socket[Any] | int) -> None:
-        """Make input on this socket or file descriptor wake :meth:`poll`."""
+        """Let :meth:`poll` also wait for input on this socket or file descriptor."""
         self.poller.register(what, zmq.POLLIN)
 
     def unregister(self, what: zmq.Socket[Any] | int) -> None:
@@ -386,8 +390,8 @@ class Channels:
     # -- for a process that waits in an event loop --------------------------------------------------------------------
 
     def watch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """Call ``wake`` when a message arrives. The descriptor is edge-triggered: after any use of the socket the
-        caller must check :meth:`readable` itself."""
+        """Call ``wake`` when a message arrives. ZeroMQ's descriptor signals only changes: after any use of the socket
+        the caller must check :meth:`readable` itself."""
         loop.add_reader(_descriptor(socket), wake)
 
     def unwatch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop) -> None:
@@ -402,13 +406,13 @@ class Channels:
 
     @staticmethod
     def endings(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
-        """Return a monitor socket that gets a message for every connection of ``socket`` that closes, whose handshake
-        fails (followed by its close), or that cannot be accepted. The first part of each is an
-        :data:`common.net.socket_monitor.EVENT`."""
+        """Return a monitor socket that gets a message for every connection of ``socket`` that closes, for every failed
+        handshake (the connection then closes too), and for every connection that could not be accepted. The first part
+        of a message is a :data:`common.net.socket_monitor.EVENT`."""
         return socket.get_monitor_socket(Handshakes.ENDINGS | zmq.EVENT_ACCEPT_FAILED)
 
     def close(self) -> None:
-        """Close all sockets; unsent messages get at most half a second to leave."""
+        """Close all sockets. Waits at most half a second per context for unsent messages."""
         while self._authenticators:
             self._authenticators.popitem()[1].stop()
         if self._kv_context is not None:
@@ -417,10 +421,11 @@ class Channels:
 
 
 class HeartbeatThread:
-    """A thread with a socket of its own that sends heartbeats: neither a long step nor queued messages can delay one.
+    """A thread with a socket of its own that sends heartbeats, so that neither a long step nor queued messages delay
+    them.
 
-    It opens a new connection after a final refusal, when libzmq does not reconnect: a restarted coordinator learns of
-    a worker only from its heartbeats.
+    After a refusal that libzmq does not retry, the thread opens a new connection itself, because a restarted
+    coordinator learns of a worker only from its heartbeats.
     """
 
     def __init__(
@@ -434,8 +439,8 @@ class HeartbeatThread:
         self._stop = threading.Event()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._late = 0.0, inf
-        """Total lateness in seconds, and when the next wake-up is due (inf while none is); one tuple, so that another
-        thread reads both consistently."""
+        """Total lateness in seconds, and the time at which the next wake-up is due (inf if none is). One tuple, so that
+        another thread reads consistent values."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -467,8 +472,8 @@ class HeartbeatThread:
                 handshakes.look()
 
     def stood_still_s(self) -> float:
-        """Return the total lateness of this thread in seconds. It is late only if the whole process was stopped or the
-        machine was asleep."""
+        """Return by how many seconds in all this thread woke up too late. It does so only if the whole process was
+        stopped or the machine was asleep."""
         late_s, due = self._late
         return late_s + max(0.0, time.monotonic() - due)
 
@@ -492,7 +497,7 @@ class _Allowed:
 
 def _start_authenticator(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthenticator:
     """Start the ZAP handler of ``context``, which admits or refuses peers by their keys. It runs in a thread of its
-    own, since a worker's loop answers nothing during a step."""
+    own, because a worker's loop cannot answer during a step."""
     from zmq.auth.thread import ThreadAuthenticator  # here: it imports asyncio, so only processes with keys pay for it
 
     authenticator = ThreadAuthenticator(context)
@@ -500,7 +505,7 @@ def _start_authenticator(context: zmq.Context[Any], keys: ClusterKeys) -> Thread
     try:
         authenticator.configure_curve_callback(keys.party, _Allowed(keys))
     except BaseException:
-        authenticator.stop()  # else closing the context would wait for the socket of its thread
+        authenticator.stop()  # otherwise closing the context would wait for the socket of that thread
         raise
     return authenticator
 

@@ -1,4 +1,7 @@
-"""Encoding of one step's output tokens into columns: nearly always one :class:`common.net.messages.Tokens` message."""
+"""Encodes the output tokens of one step as columns of a :class:`common.net.messages.Tokens` message (rarely several).
+
+A *span* is a run of consecutive output tokens of one sequence.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ def stop_id(sequence: Sequence) -> int:
 
 
 def to_wire(logprobs: TokenLogprobs | None) -> Logprobs | None:
-    """Return ``logprobs`` as they stand in a message."""
+    """Convert ``logprobs`` to their form in a message."""
     if logprobs is None:
         return None
     return Logprobs(logprobs.logprob, pack_tokens(logprobs.top_ids), logprobs.top_logprobs)
 
 
 def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
-    """Return the inverse of :func:`to_wire`; ValueError if the ids are not whole tokens."""
+    """Convert back from :func:`to_wire`; ValueError if the bytes of the ids are not a whole number of tokens."""
     if logprobs is None:
         return None
     return TokenLogprobs(logprobs.logprob, tuple(unpack_tokens(logprobs.top_ids)), logprobs.top)
@@ -42,10 +45,11 @@ class TokenSpanEncoder:
     logprobs: list[Logprobs | None] = field(default_factory=list)
     """One entry per token id."""
     full: list[Tokens] = field(default_factory=list)
-    """Messages that are complete."""
+    """Complete messages, in order."""
 
     def add(self, sequence: Sequence, start: int) -> None:
-        """Add output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
+        """Add the output tokens of ``sequence`` from index ``start`` on, and the log-probabilities of those that were
+        sampled on this worker, if the request asks for them."""
         if start == sequence.output_length - 1 and not sequence.logprobs and self._has_room():
             id, finish = sequence.id, sequence.finish  # fast path: nearly every stream in nearly every step
             self.spans.append((id.request, id.choice, id.attempt, start, 1, finish, stop_id(sequence)))
@@ -71,8 +75,8 @@ class TokenSpanEncoder:
         stop_id: int,
         logprobs: Seq[Logprobs | None],
     ) -> None:
-        """Add output tokens ``[start, ...)`` of a finished sequence, from its whole ``output`` and the ``logprobs`` of
-        its last tokens."""
+        """Add the output tokens of a finished sequence from index ``start`` on. ``output`` is its whole output,
+        ``logprobs`` belong to the last tokens of it."""
         told = logprobs[max(0, start - len(output) + len(logprobs)) :]
         self._add(sequence, start, output[start:], finish, stop_id, told)
 
@@ -85,7 +89,7 @@ class TokenSpanEncoder:
         stop_id: int,
         logprobs: Seq[Logprobs | None],
     ) -> None:
-        """Add one span, split where a message is full; only the last part carries the finish reason."""
+        """Add one span. Where a message is full the span is split; only its last part carries the finish reason."""
         last = False
         while not last:
             if len(self.spans) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
@@ -104,7 +108,7 @@ class TokenSpanEncoder:
         return len(self.spans) < MAX_SPANS and len(self.ids) < MAX_SPANS
 
     def messages(self) -> Iterator[Tokens]:
-        """Yield everything collected, in order; nothing if nothing was added."""
+        """Yield the messages in order; none if no span was added."""
         yield from self.full
         if self.spans:
             yield self._message()

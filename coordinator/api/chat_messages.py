@@ -1,4 +1,4 @@
-"""The ``messages`` of a chat request: validates them and converts them to the plain form that chat templates expect.
+"""Validates the ``messages`` of a chat request and converts them to the plain form that chat templates expect.
 
 Text parts are joined, tool-call arguments are parsed to objects, and null counts as absent. No URL is fetched. Only
 text is accepted: images, audio and files are refused.
@@ -23,7 +23,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 def parse_messages(
     fields: Fields, budget: JsonBudget, check_chars: Callable[[int, str], None] | None = None
 ) -> list[Json]:
-    """Return the messages in the field ``messages``; RequestError unless there is at least one and all are valid.
+    """Return the messages in the field ``messages``. RequestError unless there is at least one and all are valid.
 
     ``budget`` counts the JSON values in the arguments of tool calls. ``check_chars`` is called with the total number of
     characters of these arguments before any of them is parsed, and raises if there are too many."""

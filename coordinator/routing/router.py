@@ -1,10 +1,10 @@
 """The router: chooses the workers that serve a request.
 
-Pure. Owns the ledger: the capacity of every worker that this coordinator has promised to requests and not released, so
-that a decision never waits for a heartbeat. Prefill goes to the worker with the fewest queued tokens before and for the
-request, its cached prefix deducted; decode to the least loaded worker, by share of slots and of KV blocks. Workers and
-pairs whose circuit breaker is open are passed over. A request that fits nowhere waits in the coordinator, where it
-holds no resources (no hold-and-wait across pools).
+Pure. Owns the ledger: the capacity of each worker that this coordinator has promised to requests and not released yet,
+so that a decision needs no heartbeat. For prefill the router chooses the worker with the fewest tokens to compute:
+those queued there plus those of the request that are not in its prefix cache. For decode it chooses the least loaded
+worker, by share of slots and of KV blocks. Workers and pairs whose circuit breaker is open are left out. A request that
+fits nowhere waits in the coordinator, where it holds no resources (no hold-and-wait across pools).
 """
 
 from __future__ import annotations
@@ -29,45 +29,48 @@ _HOLDERS: tuple[Role, ...] = ("decode", "colocated")
 """The roles whose workers hold a request until its end."""
 
 HORIZON_TOKENS = 512
-"""Output tokens per choice that a promise covers; beyond them the decode worker allocates on demand and may preempt."""
+"""Output tokens per choice for which a promise includes blocks. Beyond them the decode worker allocates blocks on
+demand and may preempt."""
 LOCAL_MISSING_TOKENS = 32
-"""``auto``: a decode worker prefills locally only if at most this many tokens are missing there, which costs it less
-than a hand-off, ..."""
+"""``auto``: a decode worker prefills locally if at most this many tokens of the prompt are missing from its cache (so
+few cost it less than a hand-off), ..."""
 LOCAL_CACHED_SHARE = 0.75
 """... and at least this share of the prompt is in its cache, ..."""
 LOCAL_QUEUE_TOKENS = 512
-"""... or it is idle and at least this many tokens are queued for prefill."""
+"""... or the worker is idle and at least this many tokens are queued for prefill."""
 OVERFLOW_STEPS = 8
 """``auto``: with at least this many full prefill steps queued, a decode worker that computes no other prompt may
 prefill locally, ..."""
 OVERFLOW_SHARE = 0.5
-"""... if the tokens missing there are at most this share of the queued ones, since its streams need their part of its
-steps."""
+"""... if its missing tokens are at most this share of the tokens queued for prefill. Its streams slow it down, so with
+more tokens it would not be faster than waiting for prefill."""
 HELD_STEPS = 24
 """``auto``: with at least this many full prefill steps queued, a prompt waits in the coordinator and goes to the first
 worker that has room for it, prefill or decode."""
 FAILED_PAIRS = 2
-"""After this many pairs have failed the hand-off of one request, its decode worker prefills locally, if it may: the
-cause may affect every pair, and an attempt must be left."""
+"""After hand-offs of a request have failed over this many pairs, its decode worker prefills locally if the policy
+allows it: the cause may affect every pair, and an attempt must be left."""
 SLOT_SLACK = 1.25
-"""Sequences placed per decode slot: the next ones are prefilled and shipped while the slots are still taken."""
+"""Maximum number of sequences placed per decode slot. Those beyond the slots are prefilled and transferred while the
+slots are still taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     """The resources that a request needs from workers.
 
-    ``tokens`` are to be prefilled (the prompt and, on a retry, accepted output), and at most ``output`` tokens follow
-    in each of ``choices`` choices. ``enough`` is the output per choice that suffices if a worker has no room for all of
-    it, for a request whose client set no limit; None requires all of ``output``. ``chains`` are the prefix keys.
+    ``tokens`` is the number of tokens to prefill (the prompt and, on a retry, accepted output); at most ``output``
+    tokens follow in each of ``choices`` choices. ``enough``, set if the client set no limit, is the output per choice
+    that suffices on a worker that has no room for all of it; None requires all of ``output``. ``chains`` are the prefix
+    keys.
 
-    ``diverged``: the choices continue from different tokens, so one worker must compute them all, because a hand-off
-    carries one prompt. Their accepted output counts as shared nevertheless: each choice fits alone, and they take
-    turns.
+    ``diverged``: the choices continue from different tokens (a retry with ``n > 1``). Then one worker must compute them
+    all, because a hand-off carries one prompt. Their accepted output is nevertheless counted once: each choice fits
+    alone, and they take turns.
 
-    ``excluded_pairs`` have failed the hand-off of this request and ``excluded_workers`` have failed it otherwise; both
-    are used only if nothing else is possible. Workers in ``apart_from`` are never used. ``urgent`` requests precede the
-    prompts queued at a worker, so they do not wait here until that queue is shorter.
+    The hand-off of this request has failed over ``excluded_pairs``, and ``excluded_workers`` have failed it in another
+    way; both are used only if nothing else is possible. Workers in ``apart_from`` are never used. ``urgent`` requests
+    overtake the prompts queued at a worker, so they do not wait here until that queue is shorter.
     """
 
     tokens: int
@@ -83,12 +86,12 @@ class Demand:
 
     @property
     def least(self) -> int:
-        """Output tokens per choice that a worker must have room for."""
+        """Output tokens per choice for which a worker must have room."""
         return self.output if self.enough is None else min(self.output, self.enough)
 
     def room(self, hello: Hello) -> int:
-        """Return the maximum output per choice that an idle worker can hold after ``tokens``, negative if it cannot
-        even hold those. The inverse of :meth:`blocks`."""
+        """Return the maximum output per choice that an idle worker can hold after ``tokens``; negative if it cannot
+        even hold ``tokens``. The inverse of :meth:`blocks`."""
         size, length = hello.block_size, hello.max_model_len - self.tokens
         if self.choices == 1:
             return min(length, hello.kv_blocks * size - self.tokens)
@@ -101,7 +104,8 @@ class Demand:
         return worker.cached_prefix(self.chains.get(computed_in or worker.hello.dtype, ()), self.tokens - 1)
 
     def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
-        """Return the number of blocks to promise: the prompt once, and up to ``horizon`` output tokens per choice."""
+        """Return the number of blocks to promise: for the prompt once, and for up to ``horizon`` output tokens per
+        choice."""
         growth = min(self.output, horizon)
         if self.choices == 1:
             return -(-(self.tokens + growth) // block_size)
@@ -135,7 +139,7 @@ class NoWorkers:
 
 @dataclass(slots=True)
 class Account:
-    """What was promised to requests on one worker: KV blocks and sequences (decode) and tokens still to prefill.
+    """The sums promised to requests on one worker: KV blocks, sequences, and prompt tokens still to compute.
     ``streams`` counts the sequences whose prompt has been computed."""
 
     blocks: int = 0
@@ -191,10 +195,10 @@ class Router:
         return Wait("every worker has another suspect" if demand.apart_from else "every worker is too small")
 
     def _ready(self, role: Role, demand: Demand) -> list[WorkerHandle]:
-        """Return the candidates of ``role``: the workers that could hold the request to its end or, if there are none,
-        those that hold the most of it and at least ``demand.least``. Workers with an open breaker are returned only if
-        there are no others. They are left out rather than sorted last, because a worker that keeps failing always has
-        room."""
+        """Return the candidates of ``role``: the workers that, if idle, could hold the request to its end or, if there
+        are none, those with the most room for its output, at least ``demand.least``. Workers with an open breaker are
+        returned only if there are no others. It does not suffice to sort them last, because a worker that keeps failing
+        always has room."""
         ready = [worker for worker in self.registry.ready(role) if worker.id not in demand.apart_from]
         able = [worker for worker in ready if _holds(demand, worker)]
         ranks = [(self.breakers.allows(Alone(each.id)), min(demand.output, _room(demand, each))) for each in able]
@@ -222,7 +226,7 @@ class Router:
         return "prefill" if needs_prefill and not self.registry.ready("prefill") else None
 
     def longest_prompt(self) -> int | None:
-        """Return the length of the longest prompt that any ready prefill worker computes. None if that is no limit,
+        """Return the length of the longest prompt that fits on a ready prefill worker. None if this is no limit,
         because other workers may compute prompts, or if there is no prefill worker."""
         if self.no_prefill == "local" or self.local_prefill == "always" or self.registry.ready("colocated"):
             return None
@@ -234,15 +238,15 @@ class Router:
         return max((self.account(it).prefill_tokens / it.hello.max_num_batched_tokens for it in ready), default=0.0)
 
     def roomiest(self, demand: Demand) -> Hello | None:
-        """Return the Hello of the decode or colocated worker with the most room for the request, None if none is
-        known."""
+        """Return the Hello of the decode or colocated worker with the most room for the request; None if no such worker
+        is known."""
         return max(self._holders(), key=demand.room, default=None)
 
     def most_output(self, tokens: int, choices: int) -> int | None:
-        """Return the output limit per choice for a request without a client's limit after a prompt of ``tokens``.
+        """Return the output limit per choice for a request with a prompt of ``tokens`` whose client set no limit.
 
-        The limit is what fits on each of the workers with room for an ordinary answer, so that the request may go to
-        any of them; None if no worker is known.
+        The limit fits on every worker that has room for an ordinary answer (``horizon``), so that the request may go to
+        any of them. None if no worker is known.
         """
         demand = Demand(tokens, 0, choices)
         rooms = [demand.room(hello) for hello in self._holders()]
@@ -312,9 +316,9 @@ class Router:
     def _reachable(
         self, demand: Demand, decodes: list[WorkerHandle], prefills: list[WorkerHandle]
     ) -> tuple[WorkerHandle, list[WorkerHandle]]:
-        """Return the first decode worker that some of ``prefills`` can ship to, and those; the first decode worker and
-        an empty list if there is no such pair. Pairs that failed this request are used only where the decode worker may
-        not prefill locally."""
+        """Return the first of ``decodes`` to which some of ``prefills`` can hand off, and the list of those; if there
+        is no such pair, the first of ``decodes`` and an empty list. Pairs that failed this request are used only if the
+        policy forbids the decode worker to prefill locally."""
         for excluded_pairs in (
             (demand.excluded_pairs,) if self.no_prefill == "local" else (demand.excluded_pairs, frozenset[Pair]())
         ):
@@ -325,10 +329,10 @@ class Router:
         return decodes[0], []
 
     def _load(self, demand: Demand, worker: WorkerHandle) -> tuple[float, float]:
-        """Return the sort key of a decode worker: the larger of the shares of its slots and blocks that would be taken
-        with ``demand``, not counting its cached prefix, and the share of the prompt that is not cached. Shares rather
-        than free capacity, because the pool sizes of equally fast workers differ by chance and the largest pool would
-        attract every request."""
+        """Return the sort key of a decode worker. Its first element is the load: the larger of the shares of slots and
+        blocks that would be taken with ``demand``, without what is cached there. The second is the share of the prompt
+        that is not cached. Shares are compared and not free capacity, because the pool sizes of equally fast workers
+        differ by chance, and the largest pool would attract every request."""
         account, hello = self.account(worker), worker.hello
         cached = max((demand.cached_on(worker, dtype) for dtype in demand.chains), default=0)
         missing = 1 - cached / demand.tokens
@@ -337,8 +341,8 @@ class Router:
         return max(blocks / hello.kv_blocks, sequences / hello.max_num_seqs), missing
 
     def _nearest(self, demand: Demand, workers: list[WorkerHandle]) -> tuple[WorkerHandle, int, int]:
-        """Return the worker with the fewest tokens to compute before and for this prompt, with the numbers of tokens
-        queued and cached there."""
+        """Return the worker with the fewest tokens to compute until this prompt is done, and the numbers of tokens that
+        are queued and cached there."""
 
         def cost(worker: WorkerHandle) -> tuple[bool, int, int]:
             cached = demand.cached_on(worker)
@@ -365,9 +369,8 @@ class Router:
         return None
 
     def _spare(self, demand: Demand, decodes: Sequence[WorkerHandle], queued_tokens: int) -> WorkerHandle | None:
-        """Return the first of ``decodes`` that can compute the prompt before the prefill worker gets to it: one that
-        computes no other prompt and whose slots are not all taken by streams, which would share its steps. None if
-        there is none."""
+        """Return the first of ``decodes`` that can take over a prompt from a long prefill queue: it computes no other
+        prompt, streams do not take all of its slots, and few enough tokens are missing there. None if there is none."""
         for worker in decodes:
             account = self.account(worker)
             if (
@@ -398,14 +401,14 @@ class Router:
         return promise
 
     def prefilled(self, promise: Promise) -> None:
-        """Remove the prompt from the queued tokens after its first token has arrived. Idempotent."""
+        """Remove the prompt from the queued tokens, because its first token has arrived. Idempotent."""
         promise.prefill.prefill_tokens -= promise.prefill_tokens
         promise.prefill_tokens = 0
         promise.decode.streams += promise.sequences - promise.streams
         promise.streams = promise.sequences
 
     def release(self, promise: Promise) -> None:
-        """Remove a request that has left its workers from the ledger. Idempotent; allowed when the workers are gone."""
+        """Remove a request from the ledger, because it has left its workers. Idempotent; the workers may be gone."""
         self.prefilled(promise)
         promise.decode.blocks -= promise.blocks
         promise.decode.sequences -= promise.sequences

@@ -1,9 +1,10 @@
 """Strings that record for each character whether a chat template or a client wrote it (taint tracking).
 
-A prompt is the template's own text with strings of the client in it. A control token is recognized only if the template
-wrote all of its characters, so the origin of each character must survive the string operations of a template.
-:class:`Traced` preserves it through the operations that templates use on their own text. An operation that does not
-preserve it yields text of the client: a missing operation can lose a control token but never forge one.
+A rendered prompt mixes the template's own text with strings of the client. A control token (such as ``<|im_start|>``)
+is recognized only if the template wrote all of its characters, so the origin of each character must survive the string
+operations of a template. :class:`Traced` preserves origins through the operations that templates apply to their own
+text. The result of any other operation counts as text of the client. So an operation that is missing here can lose a
+control token of the template, but no operation can turn text of a client into one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Traced(str):
 
     def __new__(cls, text: object = "", own: bytes | None = None) -> Traced:
         """Create ``text`` with the origins ``own``. Without ``own`` all of it counts as the client's, because a
-        template can call this as ``type(literal)(anything)``."""
+        template can call this constructor with any text, as ``type(literal)(text)``."""
         self = super().__new__(cls, text)
         self._own = bytes(len(self)) if own is None else own
         return self
@@ -33,7 +34,7 @@ class Traced(str):
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def __add__(self, other: object) -> Traced:
-        if not isinstance(other, str) or hasattr(other, "__html__"):  # Markup escapes what it is added to
+        if not isinstance(other, str) or hasattr(other, "__html__"):  # Jinja's Markup: its own __radd__ escapes self
             return NotImplemented
         return Traced(str.__add__(self, other), self._own + origins(other))
 
@@ -119,9 +120,9 @@ class Traced(str):
         return Traced(text, bytes(made + own[at:]))
 
     def _cut(self, parts: list[str], gap: int) -> list[str]:
-        """Add origins to ``parts``, consecutive parts of this string with ``gap`` characters between each two, or any
-        white space if ``gap`` is 0. If the whole string is the client's, ``parts`` are returned as they are, because
-        there may be millions."""
+        """Return ``parts`` with their origins. They are consecutive parts of this string, separated by ``gap``
+        characters, or by any white space if ``gap`` is 0. If the whole string is the client's, ``parts`` are returned
+        unchanged, which saves time because there may be millions."""
         if _TEMPLATE not in self._own:
             return parts
         cut: list[str] = []
@@ -147,15 +148,15 @@ class Traced(str):
         return self._relettered(str.title)
 
     def _relettered(self, change: Callable[[str], str]) -> Traced:
-        """Apply ``change``. Origins are kept if the length does not change, i.e. each character became one
+        """Apply ``change``. Origins are kept if the length stays the same, which means that each character became one
         character."""
         text = change(self)
         return Traced(text, self._own if len(text) == len(self) else None)
 
 
 def written(text: str) -> Traced:
-    """Mark all of ``text`` as written by the template. Also used for words of the server that may be part of a control
-    token."""
+    """Mark all of ``text`` as written by the template. Also used for words that the server inserts and that may be part
+    of a control token."""
     return Traced(text, _TEMPLATE * len(text))
 
 
