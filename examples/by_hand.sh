@@ -12,6 +12,7 @@ tandem=${TANDEM:-.venv/bin/tandem}
 port=${PORT:-8000} control=${CONTROL_PORT:-8001}
 keys=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null; wait; rm -r "$keys"' EXIT
+trap exit INT TERM
 
 "$tandem" keygen --out "$keys/cluster.key"
 # One key file per role: a prefill host then cannot pose as a decode worker.
