@@ -4,13 +4,14 @@ log says why."""
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
 import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.system import System
@@ -71,12 +72,11 @@ def test_silent_connections_up_to_the_limit_are_one_line(system: System) -> None
 
 
 def test_a_limit_that_is_met_without_a_connection_is_told(system: System) -> None:
-    process = psutil.Process(system.process.popen.pid)
-
     def leave_none() -> None:
-        """Lower the limit to the files that are open now. This is repeated because a file that was counted, such as an
-        earlier connection, may be closed meanwhile."""
-        bound(system, process.num_fds())
+        """Lower the limit to the first free descriptor. This is repeated because a lower one, such as that of an earlier
+        connection, may be closed meanwhile."""
+        taken = {int(each) for each in os.listdir(f"/proc/{system.process.popen.pid}/fd")}
+        bound(system, next(number for number in itertools.count() if number not in taken))
 
     assert re.search(r"connections are reset \(.*open files\)", wait_for_line(system, leave_none))
     bound(system, 1024)
