@@ -73,7 +73,7 @@ def test_silent_connections_up_to_the_limit_are_one_line(system: System) -> None
 
 def test_a_limit_that_is_met_without_a_connection_is_told(system: System) -> None:
     def leave_none() -> None:
-        """Lower the limit to the first free descriptor. This is repeated because a lower one, such as that of an earlier
+        """Lower the limit to the first free descriptor. This is repeated because a lower one, for example of an earlier
         connection, may be closed meanwhile."""
         taken = {int(each) for each in os.listdir(f"/proc/{system.process.popen.pid}/fd")}
         bound(system, next(number for number in itertools.count() if number not in taken))
