@@ -42,7 +42,7 @@ class ObservedRequest(Protocol):
     def path(self) -> str: ...
 
     @property
-    def life(self) -> Choices: ...
+    def progress(self) -> Choices: ...
 
     @property
     def prompt_length(self) -> int: ...
@@ -235,7 +235,7 @@ class Metrics:
         self._output_total.inc(request.output_length)
         if outcome != "done" or request.first_token_at is None or request.finished_at is None:
             return
-        for finish in request.life.finish:
+        for finish in request.progress.finish:
             self._success.labels(self._model, _FINISHES.get(finish, "stop")).inc()
         self._prompt.observe(request.prompt_length)
         self._output.observe(request.output_length)
@@ -324,8 +324,8 @@ class _Pools(Collector):
             labels=("worker", "role"),
         )
         for worker in self._workers:
-            told = worker.beat.counters.get("leaked_blocks", 0.0) if worker.beat is not None else 0.0
-            leaked.add_metric((worker.hello.name, worker.role), told)
+            leaked_blocks = worker.beat.counters.get("leaked_blocks", 0.0) if worker.beat is not None else 0.0
+            leaked.add_metric((worker.hello.name, worker.role), leaked_blocks)
         yield leaked
         yield self._gauge(
             "vllm:kv_cache_usage_perc",

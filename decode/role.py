@@ -88,7 +88,7 @@ class DecodeWorker(Worker):
         self.receiver.close()
 
     def configure(self, welcome: Welcome) -> None:
-        self.receiver.limit(TransferLimits.told(welcome))
+        self.receiver.limit(TransferLimits.of_welcome(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
         return dict.fromkeys((*self._records, *self._trials)).keys()
@@ -192,7 +192,9 @@ class DecodeWorker(Worker):
             match end:
                 case Landed():
                     self._land(end.transfer, end.commit, now)
-                case TransferFailed(told=True):  # cancelled by the sender, which reports it if it is a failure
+                case TransferFailed(
+                    cancelled_by_peer=True
+                ):  # cancelled by the sender, which reports it if it is a failure
                     log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
                     self.abort(end.transfer)
                 case TransferFailed():

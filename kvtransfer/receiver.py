@@ -59,11 +59,11 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The hand-off failed; the worker must drop the reservation's blocks. ``told``: the sender cancelled it."""
+    """The hand-off failed; the worker must drop the reservation's blocks. ``cancelled_by_peer``: by the sender."""
 
     transfer: TransferId
     reason: str
-    told: bool
+    cancelled_by_peer: bool
 
 
 @dataclass(slots=True)
@@ -257,7 +257,7 @@ class Receiver:
                 if (early := self._early.get(transfer)) is not None and early.peer == peer:
                     del self._early[transfer]
                 if incoming is not None and incoming.peer == peer:
-                    self._fail(incoming, TransferState.CANCELLED, message.reason, tell=False)
+                    self._fail(incoming, TransferState.CANCELLED, message.reason, reply=False)
             case Released():
                 if incoming is not None and incoming.session.state is TransferState.ACCEPTED and incoming.peer == peer:
                     incoming.session.move(TransferState.RELEASED)
@@ -450,7 +450,7 @@ class Receiver:
                 continue
             session.tick(now)
             if session.state is TransferState.EXPIRED:
-                self._forget(incoming, session.why_ended, tell=True)
+                self._forget(incoming, session.why_ended, reply=True)
             elif incoming.link is None and (said := incoming.announced) and self._connect(incoming, said, now):
                 self._answer(incoming)
             elif incoming.pulls:
@@ -476,18 +476,18 @@ class Receiver:
             if isinstance(incoming.link, PullReceiveLink) and not self._settled(incoming):
                 yield incoming.link.source, incoming.session.progress_at
 
-    def _fail(self, incoming: _Incoming, to: TransferState, reason: str, *, tell: bool = True) -> None:
+    def _fail(self, incoming: _Incoming, to: TransferState, reason: str, *, reply: bool = True) -> None:
         if self._settled(incoming):
             return
         incoming.session.end(to, reason)
-        self._forget(incoming, reason, tell=tell)
+        self._forget(incoming, reason, reply=reply)
 
-    def _forget(self, incoming: _Incoming, reason: str, *, tell: bool) -> None:
+    def _forget(self, incoming: _Incoming, reason: str, *, reply: bool) -> None:
         transfer = incoming.session.transfer
         del self._incoming[transfer]
         if incoming.link is not None:
             incoming.link.close()
         self.credit.close(transfer)
-        if tell and incoming.peer:
+        if reply and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
-        self._ended.append(TransferFailed(transfer, reason, told=not tell))
+        self._ended.append(TransferFailed(transfer, reason, cancelled_by_peer=not reply))

@@ -69,11 +69,11 @@ class Shipped:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The transfer ended without being accepted. ``told``: decode cancelled it, and reports that itself."""
+    """The transfer ended without being accepted. ``cancelled_by_peer``: by decode, which reports that itself."""
 
     transfer: TransferId
     reason: str
-    told: bool
+    cancelled_by_peer: bool
 
 
 @dataclass(slots=True)
@@ -313,7 +313,7 @@ class Sender:
             return False
         log.warning("decode worker %s is banned; the last of its bad messages: %s", line.peer.name, why)
         for outgoing in [each for each in self._outgoing.values() if each.line is line]:
-            self._lose(outgoing, "the decode worker sends messages that make no sense", told=False)
+            self._lose(outgoing, "the decode worker sends messages that make no sense", cancelled_by_peer=False)
         self._close(line)
         return True
 
@@ -331,7 +331,9 @@ class Sender:
             case Grant():
                 if message.link not in self._links or self._transport not in ("auto", message.link):
                     self._lose(
-                        outgoing, f"decode wants link {message.link!r}, allowed is {self._transport}", told=False
+                        outgoing,
+                        f"decode wants link {message.link!r}, allowed is {self._transport}",
+                        cancelled_by_peer=False,
                     )
                     return
                 if message.have < session.tokens:
@@ -348,7 +350,7 @@ class Sender:
                     outgoing.passed(session.frames)
                     self._shipped(outgoing)
             case Cancel():
-                self._lose(outgoing, message.reason, told=True)
+                self._lose(outgoing, message.reason, cancelled_by_peer=True)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -466,7 +468,7 @@ class Sender:
         if session.tick(now):
             outgoing.commit_due = True
         if session.state is TransferState.EXPIRED:
-            self._lose(outgoing, session.why_ended, told=False)
+            self._lose(outgoing, session.why_ended, cancelled_by_peer=False)
             if outgoing.line.heard_at <= session.progress_at:
                 self._hang_up(outgoing.line, now)
             return
@@ -481,10 +483,10 @@ class Sender:
         session.move(TransferState.RELEASED)
         send(outgoing.line.socket, Released(session.transfer.request, session.transfer.attempt))
 
-    def _lose(self, outgoing: _Outgoing, reason: str, *, told: bool) -> None:
+    def _lose(self, outgoing: _Outgoing, reason: str, *, cancelled_by_peer: bool) -> None:
         session = outgoing.session
         del self._outgoing[session.transfer]
-        session.end(TransferState.CANCELLED if told else TransferState.FAILED, reason)
-        if not told:
+        session.end(TransferState.CANCELLED if cancelled_by_peer else TransferState.FAILED, reason)
+        if not cancelled_by_peer:
             send(outgoing.line.socket, Cancel(session.transfer.request, session.transfer.attempt, reason))
-        self._ended.append(Lost(session.transfer, reason, told))
+        self._ended.append(Lost(session.transfer, reason, cancelled_by_peer))

@@ -80,7 +80,7 @@ class TransferLimits:
     frame_bytes: int = TARGET_BYTES
 
     @classmethod
-    def told(cls, welcome: Welcome) -> TransferLimits:
+    def of_welcome(cls, welcome: Welcome) -> TransferLimits:
         """Return the limits with the times that the coordinator's Welcome prescribes."""
         patience, renewal, lease = welcome.patience_ms, welcome.heartbeat_ms, welcome.lease_ms
         return cls(no_progress_s=patience / 1000, renew_s=renewal / 1000, lease_s=lease / 1000)

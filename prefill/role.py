@@ -81,7 +81,7 @@ class PrefillWorker(Worker):
         self.sender.close()
 
     def configure(self, welcome: Welcome) -> None:
-        self.sender.limit(TransferLimits.told(welcome))
+        self.sender.limit(TransferLimits.of_welcome(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
         return dict.fromkeys((*self._prompts, *self._trials)).keys()
@@ -230,8 +230,8 @@ class PrefillWorker(Worker):
         whose grant has come since."""
         for transfer in [each for each in self._aside if self.sender.granted(each)]:
             self._aside.remove(transfer)
-            told = self._prompts[transfer].sequence
-            self.planner.add(Sequence(told.request, told.attempt))
+            aside = self._prompts[transfer].sequence
+            self.planner.add(Sequence(aside.request, aside.attempt))
         if any(self.sender.granted(sequence.id.transfer) for sequence in self.planner.in_need):
             for transfer, prompt in self._prompts.items():
                 if prompt.table is not None and not self.sender.granted(transfer):
@@ -286,7 +286,7 @@ class PrefillWorker(Worker):
         self.membership.send(Timing(end.transfer.request, end.transfer.attempt, values, end.link))
 
     def _lost(self, end: Lost) -> None:
-        if end.told:  # decode called it off, and reports it if it is a failure
+        if end.cancelled_by_peer:  # decode called it off, and reports it if it is a failure
             log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
         else:
             log.warning("hand-off %s failed: %s", end.transfer, end.reason)

@@ -178,9 +178,9 @@ class Watch:
             now = self.gateway.clock()
             sampling, client = SamplingParams(max_tokens=64, seed=1), cast(Client, None)
             record = RequestRecord(transfer.request, b"", sampling, 1, "", 0, {}, client, now, now, now + 600)
-            record.life.place("disagg", PREFILL, DECODE)
-            record.life.move(State.PREFILLING)
-            record.life.decoding()
+            record.progress.place("disagg", PREFILL, DECODE)
+            record.progress.move(State.PREFILLING)
+            record.progress.decoding()
             records[record.id] = record
             self.dispatcher.records[record.id] = record
         self.records = self.dispatcher._assignments._on[DECODE] = records
@@ -269,11 +269,11 @@ def fencing(output_tokens: int) -> float:
     """Measure the check of every span of a stream for attempts, repeats and gaps (:meth:`RequestState.accept`)."""
 
     def stream() -> None:
-        life = RequestState(1)
-        life.place("disagg", PREFILL, DECODE)
-        life.move(State.PREFILLING)
+        progress = RequestState(1)
+        progress.place("disagg", PREFILL, DECODE)
+        progress.move(State.PREFILLING)
         for position in range(output_tokens):
-            life.accept(0, 0, position, [7], FinishReason.RUNNING)
+            progress.accept(0, 0, position, [7], FinishReason.RUNNING)
 
     return microseconds(stream)
 

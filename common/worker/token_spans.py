@@ -77,8 +77,8 @@ class TokenSpanEncoder:
     ) -> None:
         """Add the output tokens of a finished sequence from index ``start`` on. ``output`` is its whole output,
         ``logprobs`` belong to the last tokens of it."""
-        told = logprobs[max(0, start - len(output) + len(logprobs)) :]
-        self._add(sequence, start, output[start:], finish, stop_id, told)
+        new_logprobs = logprobs[max(0, start - len(output) + len(logprobs)) :]
+        self._add(sequence, start, output[start:], finish, stop_id, new_logprobs)
 
     def _add(
         self,
@@ -95,14 +95,14 @@ class TokenSpanEncoder:
             if len(self.spans) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
                 self._close()
             count = min(len(tokens), MAX_SPANS - len(self.ids))
-            told = logprobs[: max(0, count - (len(tokens) - len(logprobs)))]
+            new_logprobs = logprobs[: max(0, count - (len(tokens) - len(logprobs)))]
             last = count == len(tokens)
             end = (finish, stop_id) if last else (FinishReason.RUNNING, -1)
             self.spans.append((sequence.request, sequence.choice, sequence.attempt, start, count, *end))
             self.ids += tokens[:count]
-            self.logprobs += [None] * (count - len(told))
-            self.logprobs += told
-            start, tokens, logprobs = start + count, tokens[count:], logprobs[len(told) :]
+            self.logprobs += [None] * (count - len(new_logprobs))
+            self.logprobs += new_logprobs
+            start, tokens, logprobs = start + count, tokens[count:], logprobs[len(new_logprobs) :]
 
     def _has_room(self) -> bool:
         return len(self.spans) < MAX_SPANS and len(self.ids) < MAX_SPANS

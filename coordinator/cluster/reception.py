@@ -81,8 +81,8 @@ class Reception:
             events.on_worker_lost(before, Loss.RECONNECTED)
         self._outbox.joined(worker)
         times = self._registry.times
-        told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
-        if self._outbox.send(worker, Welcome(self._incarnation, *told)):
+        timeouts_ms = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
+        if self._outbox.send(worker, Welcome(self._incarnation, *timeouts_ms)):
             self._registry.welcome(worker)
             log.info(
                 "worker %s joins: %s, %d KV blocks of %d tokens",
@@ -123,12 +123,12 @@ class Reception:
             self._outbox.reply(frame, Rejected(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker with the key of {party}")
 
-    def _refuse(self, frame: bytes, refused: JoinRefused, *, told: bool = False) -> None:
+    def _refuse(self, frame: bytes, refused: JoinRefused, *, disclose: bool = False) -> None:
         """Refuse a worker and note the reason for the log. With ``told`` the reason is sent also without cluster keys,
         since it reveals nothing about what is served here."""
         self._complaints.refusal(f"worker {shown(frame)} is refused: {printable(refused.reason)}")
         self._complaints.log_due(self._clock())
-        reason = refused.reason if told or self._keyed else UNSAID
+        reason = refused.reason if disclose or self._keyed else UNSAID
         self._outbox.reply(frame, NameTaken(reason) if refused.for_now else Rejected(reason))
 
     def _turns_away(self, frame: bytes, data: bytes) -> bool:
@@ -139,7 +139,7 @@ class Reception:
         except WireError:
             return False
         if reason := other_protocol(hello.protocol):
-            self._refuse(frame, JoinRefused(reason), told=True)
+            self._refuse(frame, JoinRefused(reason), disclose=True)
         return reason is not None
 
     def _asks_back(self, frame: bytes, data: bytes) -> bool:

@@ -330,8 +330,8 @@ class Registry:
             )
         for end in ends:
             if not set(end.links) & set(hello.links):
-                told, theirs = ", ".join(hello.links), ", ".join(end.links)
-                return f"--kv-transport {told}, but {theirs} of {end.name}: both ends of a hand-off must share one"
+                ours, theirs = ", ".join(hello.links), ", ".join(end.links)
+                return f"--kv-transport {ours}, but {theirs} of {end.name}: both ends of a hand-off must share one"
             decode, prefill = (hello, end) if hello.role == "decode" else (end, hello)
             far = not share_loopback(decode.host_id, prefill.host_id)
             if far and is_loopback(_data_host(decode.data_address)):
@@ -361,10 +361,12 @@ def other_protocol(protocol: int) -> str | None:
 def _difference(hello: Hello, peer: Hello) -> str | None:
     """Return what keeps two workers from serving one model together, or None. They may differ in the element type and
     block size of their KV."""
-    told = [name for name in ("fingerprint", "layout", "vocab_size") if getattr(hello, name) != getattr(peer, name)]
-    if not told:
+    differing = [
+        name for name in ("fingerprint", "layout", "vocab_size") if getattr(hello, name) != getattr(peer, name)
+    ]
+    if not differing:
         return None
-    pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in told]
+    pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in differing]
     models = f"{hello.model} here, {peer.model} there" if hello.model != peer.model else hello.model
     why = ""
     if _weights(hello.fingerprint) != _weights(peer.fingerprint):

@@ -46,7 +46,7 @@ class Reply:
         self._left = 0
 
     @property
-    def told(self) -> bool:
+    def partly_sent(self) -> bool:
         """Whether the client may have received a part of the response."""
         return False
 
@@ -160,7 +160,7 @@ class StreamReply(Reply):
         self.opened = False
 
     @property
-    def told(self) -> bool:
+    def partly_sent(self) -> bool:
         return self.started.done()
 
     @property
@@ -212,16 +212,16 @@ def measured(record: RequestRecord) -> Json:
     later = record.output_length - record.n
     span = (max(record.last_token_at) - first) * 1000
     placement = record.placement
-    told = record.path != "disagg" or "kv_bytes" in timings
+    complete = record.path != "disagg" or "kv_bytes" in timings
     on = placement.prefill or placement.decode if placement else None
     decoder = placement.decode if placement and record.path != "prefill" else None
     return {
         "queue_ms": round(ttft - tokenize - prefill, 3),
         "tokenize_ms": round(tokenize, 3),
         "prefill_ms": round(prefill, 3),
-        "transfer_ms": round(timings.get("transfer_ms", 0.0), 3) if told else None,
-        "transfer_exposed_ms": round(timings.get("transfer_exposed_ms", 0.0), 3) if told else None,
-        "kv_bytes": int(timings.get("kv_bytes", 0)) if told else None,
+        "transfer_ms": round(timings.get("transfer_ms", 0.0), 3) if complete else None,
+        "transfer_exposed_ms": round(timings.get("transfer_exposed_ms", 0.0), 3) if complete else None,
+        "kv_bytes": int(timings.get("kv_bytes", 0)) if complete else None,
         "decode_wait_ms": round(timings.get("decode_wait_ms", 0.0), 3),
         "ttft_ms": round(ttft, 3),
         "itl_ms_mean": round(span * record.n / later, 3) if later > 0 else 0.0,

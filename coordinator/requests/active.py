@@ -82,7 +82,7 @@ class ActiveRequests:
 
     def fail(self, record: RequestRecord, error: RequestError) -> None:
         """End the request with an error that is sent to the client. Idempotent."""
-        if not record.life.over:
+        if not record.progress.over:
             self._end(record, State.FAILED, tell_workers=True)
             self._metrics.ended(record, "failed")
             record.client.failed(record, error)
@@ -90,8 +90,8 @@ class ActiveRequests:
     def finish(self, record: RequestRecord) -> None:
         """End a request whose choices have all ended. Its workers get an Abort if one of them may hold something of it
         and does not know of the end."""
-        life = record.life
-        on_prefill = life.path == "disagg" and life.state is not State.DECODING
+        progress = record.progress
+        on_prefill = progress.path == "disagg" and progress.state is not State.DECODING
         if on_prefill:
             record.path = "prefill"
         self._end(record, State.DONE, tell_workers=record.cut or on_prefill)
@@ -107,7 +107,9 @@ class ActiveRequests:
     def _expire(self, record: RequestRecord) -> None:
         if record.placed_at is not None:
             self._admission.served(self._clock() - record.placed_at)
-        waiting = "waiting for a worker" if record.life.state is State.QUEUED else f"still {record.life.state.value}"
+        waiting = (
+            "waiting for a worker" if record.progress.state is State.QUEUED else f"still {record.progress.state.value}"
+        )
         self.fail(
             record,
             RequestError(
@@ -125,8 +127,8 @@ class ActiveRequests:
         elif record.placed_at is not None:
             self._admission.freed(self._clock() - record.placed_at)
         if tell_workers:
-            self._assignments.abort(record.life.workers, Abort(record.id, record.life.attempt))
-        record.life.move(state)
+            self._assignments.abort(record.progress.workers, Abort(record.id, record.progress.attempt))
+        record.progress.move(state)
         record.finished_at = self._clock()
         self._assignments.release(record)
         if record.timer is not None:

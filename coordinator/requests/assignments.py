@@ -36,16 +36,16 @@ class Assignments:
 
     def assign(self, record: RequestRecord, placement: Placement, now: float) -> None:
         """Book the placement. Must directly follow the router's decision, so that no other promise comes in between."""
-        life = record.life
-        if life.attempt:
+        progress = record.progress
+        if progress.attempt:
             self.budget.placed(record.id)
         record.placement, record.path = placement, placement.path
         record.promise = self._router.promise(record.demand(), placement)
         if record.placed_at is None:
             record.placed_at = now
         prefill, decode = placement.prefill, placement.decode
-        life.place(placement.path, prefill.id if prefill else None, decode.id)
-        for incarnation in life.workers:
+        progress.place(placement.path, prefill.id if prefill else None, decode.id)
+        for incarnation in progress.workers:
             self._breakers.placed(Alone(incarnation), record.id)
         if prefill is not None:
             record.pair = Pair(prefill.id, decode.id)
@@ -88,7 +88,7 @@ class Assignments:
     def hand_off_accepted(self, record: RequestRecord) -> bool:
         """Report the accepted hand-off of a request that is decoding to the circuit breaker of its pair, once. Return
         whether that closes the breaker."""
-        if record.pair is None or record.life.state is not State.DECODING:
+        if record.pair is None or record.progress.state is not State.DECODING:
             return False
         closes = self._breakers.succeeded(record.pair)
         record.pair = None
@@ -109,6 +109,8 @@ class Assignments:
         everything when its leases stop."""
         registry = self._gateway.registry
         for worker in list(registry):
-            live = pack_transfers(TransferId(record.id, record.life.attempt) for record in self.on(worker.id).values())
+            live = pack_transfers(
+                TransferId(record.id, record.progress.attempt) for record in self.on(worker.id).values()
+            )
             if self._gateway.send(worker, Lease(live, self._gateway.sent[worker.id] + 1)):
                 registry.leased(worker, self._gateway.clock())

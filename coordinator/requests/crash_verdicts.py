@@ -36,13 +36,13 @@ class CrashVerdicts:
         worker that never answered the Ping sent before it got a request was dead by then, so that request is no
         cause."""
         dead_before = {record.id for record in records if self._pings.dead_before(worker, record)}
-        suspects = [each for each in records if each.id not in dead_before and each.life.on_worker_lost(worker.id)]
+        suspects = [each for each in records if each.id not in dead_before and each.progress.on_worker_lost(worker.id)]
         if suspects:
             self._suspects[worker.id] = suspects
         for record in suspects:
             record.pending_crash_verdict = worker.id
         for record in records:
-            free = record.id in dead_before or record.life.on_worker_unconfirmed(worker.id)
+            free = record.id in dead_before or record.progress.on_worker_unconfirmed(worker.id)
             self._recovery.retry(record, free=free)
         self._pings.ask(records)
 
@@ -53,12 +53,12 @@ class CrashVerdicts:
         with equally many are retried apart from each other, so that the next crash identifies the cause.
         """
         for record in self._active.records.values():
-            record.life.on_worker_died(worker)
+            record.progress.on_worker_died(worker)
         suspects = self._suspects.pop(worker, [])
-        most = max((len(record.life.crashes) for record in suspects), default=0)
-        foremost = [record for record in suspects if len(record.life.crashes) == most]
+        most = max((len(record.progress.crashes) for record in suspects), default=0)
+        foremost = [record for record in suspects if len(record.progress.crashes) == most]
         if len(foremost) == 1 and foremost[0].pending_crash_verdict == worker:
-            names = ", ".join(sorted(foremost[0].life.crashes))
+            names = ", ".join(sorted(foremost[0].progress.crashes))
             log.warning("request %s is not retried: the workers that served it died (%s)", foremost[0].id.hex(), names)
             self._active.fail(foremost[0], quarantined())
         self._acquit([record for record in suspects if record.pending_crash_verdict == worker])
@@ -68,16 +68,16 @@ class CrashVerdicts:
         self._suspects.pop(worker, None)
         records = self._active.records.values()
         for record in records:
-            record.life.on_worker_reconnected(worker)
+            record.progress.on_worker_reconnected(worker)
         waiting = [record for record in records if record.pending_crash_verdict is not None]
         self._acquit(
-            [record for record in waiting if record.pending_crash_verdict == worker or not record.life.suspect]
+            [record for record in waiting if record.pending_crash_verdict == worker or not record.progress.suspect]
         )
 
     def _acquit(self, records: Iterable[RequestRecord]) -> None:
         """Let the requests be placed again, or fail those whose retry budget is spent."""
         for record in records:
             record.pending_crash_verdict = None
-            if record.life.spent:
+            if record.progress.spent:
                 self._active.fail(record, given_up())
         self._timer.soon()

@@ -163,7 +163,7 @@ class Dispatcher:
         records = self._requests_lost_with(worker)
         if how is not Loss.MISSING:
             for record in records:
-                self._recovery.retry(record, free=how is Loss.RECONNECTED and record.life.disconnected())
+                self._recovery.retry(record, free=how is Loss.RECONNECTED and record.progress.disconnected())
         elif records:
             self._crashes.worker_missing(worker, records)
         self._pings.complete()  # the worker that is gone may have been the last one to answer
@@ -186,7 +186,7 @@ class Dispatcher:
         self.router.forget(worker)
         self._link_trials.forget(worker)
         self._silence.forget(worker.id)
-        records = [record for record in self._assignments.forget(worker.id) if record.life.needs(worker.id)]
+        records = [record for record in self._assignments.forget(worker.id) if record.progress.needs(worker.id)]
         if records:
             log.info("requests of %s that are retried: %d", worker.hello.name, len(records))
         return records

@@ -99,7 +99,7 @@ class Placer:
             return _SKIP
         if record.not_before > now and self._pings.awaited_by(record):
             return _END
-        if record.life.attempt and (
+        if record.progress.attempt and (
             record.not_before > now or not self._assignments.budget.allows(len(self._active.records))
         ):
             return _SKIP
@@ -108,11 +108,11 @@ class Placer:
             record.unplaceable_since = record.unplaceable_since or now
             return _SKIP
         if isinstance(verdict, Placement):
-            if record.life.crashes and self._pings.outdated(record):
+            if record.progress.crashes and self._pings.outdated(record):
                 self._pings.ask([record])
                 return _END
             return verdict
-        if record.life.suspect:
+        if record.progress.suspect:
             self._pings.outdate(record)
             return _Stays(ends_pass=False, workerless=True) if isinstance(verdict, NoWorkers) else _SKIP
         self._pings.note_shortage()
@@ -121,27 +121,29 @@ class Placer:
     def _demand(self, record: RequestRecord) -> Demand:
         """Return the demand of a request. A suspect is kept apart from the workers of all other suspects."""
         demand = record.demand()
-        if not record.life.suspect:
+        if not record.progress.suspect:
             return demand
-        suspects = [other.life for other in self._active.records.values() if other is not record and other.life.suspect]
-        return replace(demand, apart_from=frozenset(worker for life in suspects for worker in life.workers))
+        suspects = [
+            other.progress for other in self._active.records.values() if other is not record and other.progress.suspect
+        ]
+        return replace(demand, apart_from=frozenset(worker for progress in suspects for worker in progress.workers))
 
     def _place(self, record: RequestRecord, placement: Placement) -> None:
         """Send the request to its workers, Prefill and Reserve together. Must directly follow the router's decision, so
         that no other promise comes in between."""
-        life, now = record.life, self._clock()
+        progress, now = record.progress, self._clock()
         self._assignments.assign(record, placement, now)
         prefill, decode = placement.prefill, placement.decode
         request = self._request(record, decode, now)
         if prefill is None:
-            reached = self._assignments.send(record, decode, Generate(request, life.attempt))
+            reached = self._assignments.send(record, decode, Generate(request, progress.attempt))
         else:
             to_decode, to_prefill = introduce(prefill, decode)
             # Prefill first: the first token depends on it, and a message wakes two threads before the next one leaves
-            reached = self._assignments.send(record, prefill, Prefill(request, life.attempt, to_prefill))
-            reached = reached and self._assignments.send(record, decode, Reserve(request, life.attempt, to_decode))
+            reached = self._assignments.send(record, prefill, Prefill(request, progress.attempt, to_prefill))
+            reached = reached and self._assignments.send(record, decode, Reserve(request, progress.attempt, to_decode))
         if reached:
-            life.move(State.PREFILLING)
+            progress.move(State.PREFILLING)
         else:
             self._recovery.retry(record)
 
@@ -151,11 +153,11 @@ class Placer:
             prompt=record.prompt,
             sampling=_sampling_on(decode, record),
             n=record.n,
-            emitted=record.life.emitted(),
+            emitted=record.progress.emitted(),
             cache_salt=record.cache_salt,
             priority=record.priority,
             deadline_ms=max(1, int((record.deadline_at - now) * 1000)),
-            ended=tuple(choice for choice, finish in enumerate(record.life.finish) if finish),
+            ended=tuple(choice for choice, finish in enumerate(record.progress.finish) if finish),
         )
 
 

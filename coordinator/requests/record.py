@@ -26,7 +26,7 @@ class Client(Protocol):
     """Receives the tokens of one or more requests. Methods are called in the event loop and must not block."""
 
     @property
-    def told(self) -> bool:
+    def partly_sent(self) -> bool:
         """Whether any part of the answer has been sent; an error can then only cut the stream off."""
 
     def tokens(
@@ -63,7 +63,7 @@ class RequestRecord:
     open_ended: bool = False
     """The client set no output limit: ``sampling.max_tokens`` is what fitted on arrival, and a worker with less room
     may serve the request too."""
-    life: RequestState = field(init=False)
+    progress: RequestState = field(init=False)
     order: int = 0
     queued: bool = False
     placement: Placement | None = None
@@ -112,7 +112,7 @@ class RequestRecord:
     path: Path = "disagg"
 
     def __post_init__(self) -> None:
-        self.life = RequestState(self.n)
+        self.progress = RequestState(self.n)
         self.last_token_at = [0.0] * self.n
 
     @property
@@ -123,7 +123,7 @@ class RequestRecord:
     @property
     def output_length(self) -> int:
         """Number of accepted tokens of all choices."""
-        return sum(map(len, self.life.output))
+        return sum(map(len, self.progress.output))
 
     @property
     def interval_s(self) -> float:
@@ -139,14 +139,18 @@ class RequestRecord:
         client set no limit or there are no two tokens yet."""
         if self.open_ended or not self.intervals:
             return inf
-        running = (tokens for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish)
+        running = (
+            tokens for tokens, finish in zip(self.progress.output, self.progress.finish, strict=True) if not finish
+        )
         return self.interval_s * max((self.sampling.max_tokens - len(tokens) for tokens in running), default=0)
 
     def demand(self) -> Demand:
         """Return what the choices that have not ended demand of workers."""
-        lengths = [len(tokens) for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish]
+        lengths = [
+            len(tokens) for tokens, finish in zip(self.progress.output, self.progress.finish, strict=True) if not finish
+        ]
         emitted, sampling = max(lengths, default=0), self.sampling
-        diverged = self.n > 1 and self.life.started
+        diverged = self.n > 1 and self.progress.started
         tokens, output = self.prompt_length + emitted, sampling.max_tokens - emitted
         enough = None
         if self.open_ended:
@@ -157,5 +161,5 @@ class RequestRecord:
             )
         return Demand(
             tokens, output, len(lengths), self.chains, diverged, self.excluded_pairs, self.excluded_workers,
-            enough=enough, urgent=self.life.started or self.priority < 0,
+            enough=enough, urgent=self.progress.started or self.priority < 0,
         )  # fmt: skip

@@ -53,9 +53,9 @@ class Recovery:
         ``delay_s`` delays the next placement."""
         if blamed is not None:
             record.excluded_workers |= {blamed.id}
-        life = record.life
-        workers, attempt, migrates = life.workers, life.attempt, life.started
-        if life.retry(on_trial=record.pending_crash_verdict is not None, free=free) == "spent":
+        progress = record.progress
+        workers, attempt, migrates = progress.workers, progress.attempt, progress.started
+        if progress.retry(on_trial=record.pending_crash_verdict is not None, free=free) == "spent":
             self._active.fail(record, given_up())
             return
         self._assignments.abort(workers, Abort(record.id, attempt))
@@ -76,7 +76,7 @@ class Recovery:
         record = self._active.records.get(message.request)
         if message.code == "transfer_failed":
             self._metrics.transfer_failed(message.code)
-        if record is None or message.attempt != record.life.attempt or not record.life.needs(worker.id):
+        if record is None or message.attempt != record.progress.attempt or not record.progress.needs(worker.id):
             return
         if message.code == "draining":  # this message comes before the heartbeat that reports the drain
             self._registry.drains(worker)

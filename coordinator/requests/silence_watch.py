@@ -70,7 +70,11 @@ class SilenceWatch:
             return
         resting, least_s = set(_ids(beat.resting)), self._times.timeout_s
         for record in list(on.values()):
-            if record.life.state is not State.DECODING or record.life.decode != worker.id or record.id in resting:
+            if (
+                record.progress.state is not State.DECODING
+                or record.progress.decode != worker.id
+                or record.id in resting
+            ):
                 continue
             if now - record.heard_at <= least_s:  # the common case; the exact limit below is costlier to compute
                 continue
@@ -87,10 +91,10 @@ class SilenceWatch:
         """Ask the worker to resend the missing tokens of a request that it does not list: it may have finished the
         request, and its last message was lost. A worker keeps such output for a while. The next heartbeat counts only
         once the worker has acted on this, which a worker in a long step has not."""
-        life = record.life
-        for choice, finish in enumerate(life.finish):
+        progress = record.progress
+        for choice, finish in enumerate(progress.finish):
             if not finish and not self._assignments.send(
-                record, worker, Resend(record.id, life.attempt, choice, len(life.output[choice]))
+                record, worker, Resend(record.id, progress.attempt, choice, len(progress.output[choice]))
             ):
                 return
 
@@ -102,20 +106,20 @@ class SilenceWatch:
         These messages are not noted in ``record.sent``, so that heartbeats count whether or not the worker has acted on
         them.
         """
-        life = record.life
-        if life.state is not State.DECODING:
+        progress = record.progress
+        if progress.state is not State.DECODING:
             return
-        for choice, (finish, heard_at) in enumerate(zip(life.finish, record.last_token_at, strict=True)):
+        for choice, (finish, heard_at) in enumerate(zip(progress.finish, record.last_token_at, strict=True)):
             if not finish and self._clock() - heard_at > self._times.heartbeat_s:
-                self._gateway.send(worker, Resend(record.id, life.attempt, choice, len(life.output[choice])))
+                self._gateway.send(worker, Resend(record.id, progress.attempt, choice, len(progress.output[choice])))
 
     def _should_have(self, record: RequestRecord, worker: WorkerHandle) -> bool:
         """Return whether the worker must have the request: decode from the reservation to the end, prefill until the
         first token."""
-        life = record.life
-        if worker.id == life.prefill:
-            return life.state is State.PREFILLING
-        return worker.id == life.decode and life.needs(worker.id)
+        progress = record.progress
+        if worker.id == progress.prefill:
+            return progress.state is State.PREFILLING
+        return worker.id == progress.decode and progress.needs(worker.id)
 
 
 def _ids(joined: bytes) -> Iterator[bytes]:

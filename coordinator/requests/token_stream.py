@@ -73,15 +73,15 @@ class TokenStream:
         logprobs: Sequence[Logprobs | None],
         now: float,
     ) -> None:
-        life, choice, attempt = record.life, message.choices[index], message.attempts[index]
-        if worker.id != life.decode and worker.id != life.prefill:
+        progress, choice, attempt = record.progress, message.choices[index], message.attempts[index]
+        if worker.id != progress.decode and worker.id != progress.prefill:
             return
         finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
-            if attempt == life.attempt and life.needs(worker.id):
+            if attempt == progress.attempt and progress.needs(worker.id):
                 self._recovery.retry(record)
             return
-        news = life.accept(choice, attempt, message.starts[index], ids, finish)
+        news = progress.accept(choice, attempt, message.starts[index], ids, finish)
         if news is None:
             return
         if isinstance(news, Contradiction):
@@ -101,20 +101,20 @@ class TokenStream:
             log.exception("an answer could not be written")
             self._active.fail(record, internal())
             return
-        if ended and not life.over:
-            life.end_choice(choice)
+        if ended and not progress.over:
+            progress.end_choice(choice)
             record.cut = True
-        if life.finished and not life.over:
+        if progress.finished and not progress.over:
             self._active.finish(record)
 
     def _note_progress(self, worker: WorkerHandle, record: RequestRecord, count: int, now: float) -> None:
         """Note that the worker has computed ``count`` new tokens: for the circuit breakers, the suspicion of a crash,
         the retry budget and the watch for silence."""
-        life = record.life
-        life.spoke(worker.id)
+        progress = record.progress
+        progress.spoke(worker.id)
         if not self._breakers.calm and self._breakers.succeeded(Alone(worker.id)):
             self._timer.soon()
-        if life.crashes and life.survives(count):
+        if progress.crashes and progress.survives(count):
             self._timer.soon()  # other suspects may be placed on its workers now
         if self._assignments.budget.settled(record.id):
             self._timer.soon()
@@ -127,7 +127,7 @@ class TokenStream:
             self._router.prefilled(record.promise)
             self._timer.soon()  # a prefill worker has room for the next prompt
         if record.first_token_at is None:
-            record.first_token_at, record.first_attempt = now, record.life.attempt
+            record.first_token_at, record.first_attempt = now, record.progress.attempt
             self._metrics.first_token(record, now)
         elif (before := record.last_token_at[choice]) and count:
             self._metrics.inter_token((now - before) / count, count)
@@ -137,19 +137,19 @@ class TokenStream:
     def _ask_again(self, worker: WorkerHandle, record: RequestRecord, choice: int, start: int, now: float) -> None:
         if now - record.asked_at >= RESEND_EVERY_S:
             record.asked_at = now
-            self._gateway.send(worker, Resend(record.id, record.life.attempt, choice, start))
+            self._gateway.send(worker, Resend(record.id, record.progress.attempt, choice, start))
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None:
         """Record what a worker measured about a request, and that its hand-off was accepted if decode reports."""
         if "kv_bytes" in message.values:  # also if the request has ended meanwhile
             self._metrics.transferred(message)
         record = self._records.get(message.request)
-        if record is None or message.attempt != record.life.attempt:
+        if record is None or message.attempt != record.progress.attempt:
             return
         if record.first_attempt in (None, message.attempt):  # a later attempt shows as a gap in the stream instead
             record.timings.update(message.values)
-        if worker.id == record.life.decode and record.life.path == "disagg":
-            record.life.decoding()
+        if worker.id == record.progress.decode and record.progress.path == "disagg":
+            record.progress.decoding()
             record.heard_at = self._clock()
             self._note_hand_off(record)
 

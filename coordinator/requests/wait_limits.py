@@ -100,13 +100,13 @@ class WaitLimits:
                 record.accepts_truncation = True
                 self._timer.soon()
             else:
-                reason = None if record.life.started else self.size_error(record)
+                reason = None if record.progress.started else self.size_error(record)
                 self._active.fail(record, reason or outgrown(demand.tokens + demand.least))
 
     def _patience_s(self, record: RequestRecord, least_s: float) -> float:
         """Return how many seconds a request waits while no worker can take it."""
         if record.awaiting_reconnect:
             return 0.0
-        if not record.life.started:
+        if not record.progress.started:
             return least_s
-        return inf if record.client.told else self._times.lease_s + WORKERLESS_WAIT_S
+        return inf if record.client.partly_sent else self._times.lease_s + WORKERLESS_WAIT_S

@@ -71,8 +71,8 @@ class WorkerFacts:
     def notes(self) -> list[str]:
         """The worker's automatic choices with their reasons, filtered for display."""
         notes = self.facts.get("notes")
-        told = [note for note in notes if not note.startswith(_REPEATED)] if isinstance(notes, list) else []
-        return told if self.detailed else [note for note in told if not _DETAILS.match(note)]
+        shown = [note for note in notes if not note.startswith(_REPEATED)] if isinstance(notes, list) else []
+        return shown if self.detailed else [note for note in shown if not _DETAILS.match(note)]
 
 
 @dataclass(frozen=True)

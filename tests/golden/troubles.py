@@ -79,13 +79,13 @@ async def _connections_of_who_is_busy_break(cluster: Any) -> None:
     while True:
         for record in list(dispatcher.records.values()):
             for worker in list(dispatcher.registry):
-                if worker.id in record.life.workers and worker.answered >= record.asked:
+                if worker.id in record.progress.workers and worker.answered >= record.asked:
                     dispatcher.gateway._lose(worker)
         await asyncio.sleep(0.002)
 
 
 def _is_decoding(records: dict[Any, Any]) -> bool:
-    return any(each.output_length and each.life.state.value == "decoding" for each in records.values())
+    return any(each.output_length and each.progress.state.value == "decoding" for each in records.values())
 
 
 async def _a_smaller_decode_worker_comes_instead(cluster: Any) -> None:

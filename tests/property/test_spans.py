@@ -38,8 +38,8 @@ def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], 
         back = decode(encode(message), FromWorker, MAX_REPORT_BYTES)
         assert back == message and len(message.requests) // 16 <= MAX_SPANS
         _take(message, lives, spans, skipped)
-    for life, (length, _) in zip(lives, spans, strict=True):
-        assert life.output == [list(range(length))] and life.finish == [FinishReason.LENGTH]
+    for progress, (length, _) in zip(lives, spans, strict=True):
+        assert progress.output == [list(range(length))] and progress.finish == [FinishReason.LENGTH]
 
 
 def _take(message: Tokens, lives: list[RequestState], spans: list[tuple[int, bool]], skipped: int) -> None:

@@ -333,7 +333,7 @@ class History:
         limit = clock.now + seconds
         while not done():
             if clock.now > limit:
-                states = {c.number: (c.ticket and c.ticket.life.state) for c in self.system.clients if not c.over}
+                states = {c.number: (c.ticket and c.ticket.progress.state) for c in self.system.clients if not c.over}
                 raise Broken(f"after {seconds:g} s of waiting: {what}; running {states}")
             self.system.step()
 

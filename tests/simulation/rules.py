@@ -84,7 +84,7 @@ class CheckedDispatcher(Dispatcher):
     def _look_at_retries(self) -> None:
         """Check that retries stay within the retry budget."""
         again = sum(
-            bool(ticket.life.attempt) and ticket.life.state in (State.PLACED, State.PREFILLING)
+            bool(ticket.progress.attempt) and ticket.progress.state in (State.PLACED, State.PREFILLING)
             for ticket in self.records.values()
         )
         if again > max(MIN_RETRIES, RETRY_SHARE * len(self.records)):
@@ -96,7 +96,7 @@ class CheckedDispatcher(Dispatcher):
             attempt.ended = min(attempt.ended, self._clock())
 
     def _accepted(self, accepted: Callable[[RequestRecord], bool], ticket: RequestRecord) -> bool:
-        if ticket.pair is not None and ticket.life.state is State.DECODING:
+        if ticket.pair is not None and ticket.progress.state is State.DECODING:
             self._failures.pop(ticket.pair, None)
         return accepted(ticket)
 
@@ -119,7 +119,7 @@ class CheckedDispatcher(Dispatcher):
     def _span(
         self, span: Callable[..., None], worker: Any, ticket: RequestRecord, message: Tokens, index: int, *rest: Any
     ) -> None:
-        attempt, before = ticket.life.attempt, ticket.output_length
+        attempt, before = ticket.progress.attempt, ticket.output_length
         span(worker, ticket, message, index, *rest)
         if ticket.output_length > before and message.attempts[index] != attempt:
             self.complain(f"tokens of an older attempt ({message.attempts[index]}, not {attempt}) are taken")

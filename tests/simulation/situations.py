@@ -98,8 +98,8 @@ class OneFault(History):
 
     def _streams(self, worker: SimulatedWorker) -> bool:
         records = self.system.coordinator.dispatcher.records.values()
-        lives = [ticket.life for ticket in records if ticket.life.decode == worker.worker.incarnation]
-        return any(life.state is State.DECODING for life in lives)
+        lives = [ticket.progress for ticket in records if ticket.progress.decode == worker.worker.incarnation]
+        return any(progress.state is State.DECODING for progress in lives)
 
     def _lasts(self) -> None:
         """Keep the history going until the fault is over."""
@@ -271,7 +271,7 @@ class Poisonous(OneFault):
     def _judge(self) -> None:
         super()._judge()
         deaths = sum(strike.deadly for strike in self.system.strikes)
-        known = max(len(each.ticket.life.crashes) for each in self.system.clients if each.ticket is not None)
+        known = max(len(each.ticket.progress.crashes) for each in self.system.clients if each.ticket is not None)
         # one more if other requests were suspects too, and one that died before the coordinator knew it had the request
         if known > MAX_CRASHES + 1 or deaths > MAX_CRASHES + 2:
             self.system.complain(f"{deaths} workers have died of one request, {known} of them known to have had it")
@@ -309,7 +309,11 @@ class Disconnected(OneFault):
     def _moved_to(self) -> list[SimulatedWorker]:
         """Return the decode workers with streams that have migrated there."""
         records = self.system.coordinator.dispatcher.records.values()
-        moved = {each.life.decode for each in records if each.life.migrations and each.life.state is State.DECODING}
+        moved = {
+            each.progress.decode
+            for each in records
+            if each.progress.migrations and each.progress.state is State.DECODING
+        }
         return [worker for worker in self.system.workers.values() if worker.worker.incarnation in moved]
 
     def _judge(self) -> None:
@@ -496,7 +500,7 @@ class Crowded(OneFault):
     def _faults(self) -> None:
         def many() -> bool:
             records = self.system.coordinator.dispatcher.records.values()
-            return sum(ticket.life.state is State.PREFILLING for ticket in records) >= 20
+            return sum(ticket.progress.state is State.PREFILLING for ticket in records) >= 20
 
         def kill() -> None:
             self.system.kill_worker(self.names[0], 3.0)

@@ -432,7 +432,7 @@ class SimulatedClient:
         self.last_at = pause.ended
 
     @property
-    def told(self) -> bool:
+    def partly_sent(self) -> bool:
         return any(self.output)
 
     def done(self, ticket: RequestRecord) -> None:

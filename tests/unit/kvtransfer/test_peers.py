@@ -189,7 +189,7 @@ def test_an_answer_of_too_many_parts_does_not_hold_a_sender_up(monkeypatch: pyte
         send(router, Cancel(*transfer, "said behind it"), who)
         until(pump, "what comes behind it is heard")
         (lost,) = ended
-        assert isinstance(lost, Lost) and lost.told and lost.reason == "said behind it"
+        assert isinstance(lost, Lost) and lost.cancelled_by_peer and lost.reason == "said behind it"
         assert sender.bad_messages == 1 and not sender.strikes.cut_off
     finally:
         sender.close()
@@ -228,7 +228,7 @@ def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
                 router.send_multipart([who, seal(b"\x93")])
         until(pump, "the third is one too many")
         (lost,) = ended
-        assert isinstance(lost, Lost) and lost.transfer == transfers["bad"] and not lost.told
+        assert isinstance(lost, Lost) and lost.transfer == transfers["bad"] and not lost.cancelled_by_peer
         assert "make no sense" in lost.reason and sender.strikes.cut_off == 1
         assert transfers["good"] in sender and transfers["bad"] not in sender
         with pytest.raises(WireError, match="bad is banned"):

@@ -146,7 +146,7 @@ def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(me
     most = QUEUE_BYTES + ASKING_BYTES + (len(transfers) + 2) * FRAME_BYTES
     assert QUEUE_BYTES <= meeting.link.handed_bytes <= most
     assert line.socket.closed
-    assert {each.transfer for each in lost} == set(transfers) and not any(each.told for each in lost)
+    assert {each.transfer for each in lost} == set(transfers) and not any(each.cancelled_by_peer for each in lost)
 
 
 def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meeting: Meeting) -> None:
@@ -247,7 +247,7 @@ def test_a_peer_that_only_repeats_what_it_said_before_the_first_frame_is_given_u
         if not ended:
             meeting.router.send_multipart([meeting.hear(transfer), encode(answer)])
             assert line.socket.poll(20_000)
-    assert [each.transfer for each in ended] == [transfer] and not ended[0].told
+    assert [each.transfer for each in ended] == [transfer] and not ended[0].cancelled_by_peer
     assert meeting.now - began >= 2.0
 
 

@@ -121,7 +121,7 @@ async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
         disturbed = asyncio.create_task(ask())
         await until(lambda: cluster.dispatcher.records, "it runs")
         [record] = cluster.dispatcher.records.values()
-        await until(lambda: len(record.life.output[0]) == said, "its first part is here")
+        await until(lambda: len(record.progress.output[0]) == said, "its first part is here")
         await cluster.add("decode", script=talk)
         first.stop()
         assert await disturbed == undisturbed
@@ -207,7 +207,9 @@ async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(mode
         response, body = await asked
         assert response.status == 200 and body["usage"]["completion_tokens"] == 50
         assert (
-            record.life.attempt == 1 and not record.life.crashes and record.life.migrations == record.life.retries == 0
+            record.progress.attempt == 1
+            and not record.progress.crashes
+            and record.progress.migrations == record.progress.retries == 0
         )
 
 
@@ -227,15 +229,15 @@ async def test_streams_move_from_workers_that_leave_more_often_than_they_could_a
             )
             leaving = next(worker for worker in cluster.workers if worker.busy)
             record = next(iter(cluster.dispatcher.records.values()))
-            attempt = record.life.attempt
+            attempt = record.progress.attempt
             leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
-            await until(lambda before=attempt, record=record: record.life.attempt > before, "it moves on")
+            await until(lambda before=attempt, record=record: record.progress.attempt > before, "it moves on")
             leaving._jobs.clear()
             await until(lambda: len(cluster.services.registry.ready("decode")) == 2, "the one that left is back")
         for worker in cluster.workers:
             worker.step_s = 0.0
         _, events = await asked
-        assert record.life.migrations == 0
+        assert record.progress.migrations == 0
         texts = ["".join(event["choices"][0]["text"] for event in each if event["choices"]) for each in (quiet, events)]
         assert texts[0] == texts[1] and texts[0]
 
@@ -299,7 +301,9 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
     async with open_cluster(model, "prefill") as cluster:
         await cluster.add("decode", step_s=0.05)
         asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
-        await until(lambda: any(t.life.state is State.DECODING for t in cluster.dispatcher.records.values()), "it runs")
+        await until(
+            lambda: any(t.progress.state is State.DECODING for t in cluster.dispatcher.records.values()), "it runs"
+        )
         [record] = cluster.dispatcher.records.values()
         loop_lag = cluster.services.registry.loop_lag
         await until(lambda: loop_lag._looked_at is not None, "it has looked once")
@@ -309,7 +313,7 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
         assert loop_lag._looked_at is not None and not asked.done()
         loop_lag._looked_at -= 5.0
         cluster.dispatcher._tick()
-        assert (await asked)[0].status == 200 and record.life.attempt == 0
+        assert (await asked)[0].status == 200 and record.progress.attempt == 0
 
 
 async def test_requests_whose_clients_left_do_not_stay_behind_one_that_waits(model: Path) -> None:
@@ -331,12 +335,14 @@ async def test_how_a_stream_went_on_elsewhere_is_no_part_of_its_usage(model: Pat
     async with open_cluster(model, "prefill") as cluster:
         decode = await cluster.add("decode", step_s=0.05)
         asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 20}))
-        await until(lambda: any(t.life.state is State.DECODING for t in cluster.dispatcher.records.values()), "it runs")
+        await until(
+            lambda: any(t.progress.state is State.DECODING for t in cluster.dispatcher.records.values()), "it runs"
+        )
         [record] = cluster.dispatcher.records.values()
         [worker] = [each for each in cluster.dispatcher.registry if each.id == decode.hello.incarnation]
-        record.life.attempt += 1
-        cluster.dispatcher.timing(worker, Timing(record.id, record.life.attempt, {"cached_tokens": 80.0}))
-        record.life.attempt -= 1
+        record.progress.attempt += 1
+        cluster.dispatcher.timing(worker, Timing(record.id, record.progress.attempt, {"cached_tokens": 80.0}))
+        record.progress.attempt -= 1
         _, body = await asked
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -365,13 +371,13 @@ async def test_broken_connections_cost_no_attempt_while_their_workers_live(model
 
         def runs_on() -> list[WorkerHandle]:
             known = cluster.dispatcher.registry
-            return [each for each in known if each.id in record.life.workers and each.answered >= record.asked]
+            return [each for each in known if each.id in record.progress.workers and each.answered >= record.asked]
 
         for broken in range(MAX_BREAKS + MAX_RETRIES + 1):
             await until(runs_on, "it runs somewhere")
-            assert record.life.retries == max(0, broken - MAX_BREAKS)
+            assert record.progress.retries == max(0, broken - MAX_BREAKS)
             cluster.dispatcher.gateway._lose(runs_on()[0])
-            lost = functools.partial(lambda at: record.life.attempt > at or record.life.over, broken)
+            lost = functools.partial(lambda at: record.progress.attempt > at or record.progress.over, broken)
             await until(lost, "it has lost its worker")
         response, body = await asked
         assert response.status == 500 and body["error"]["code"] == "worker_lost"
@@ -478,7 +484,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         await cluster.add("colocated", name="new")
         response, _ = await asked
         assert response.status == 200
-        assert len(record.life.crashes) == 1, "that of the one that died with it"
+        assert len(record.progress.crashes) == 1, "that of the one that died with it"
 
 
 async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
@@ -563,7 +569,7 @@ async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) ->
         later = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 60}))
         await until(lambda: len(cluster.dispatcher.records) == 4, "one waits")
         waiting = list(cluster.dispatcher.records.values())[3]
-        suspect.life.crashes.add(Incarnation("one that died before"))
+        suspect.progress.crashes.add(Incarnation("one that died before"))
         dies, lives, dies_too = (next(each for each in workers if on_it(t, each)) for t in (bereft, leaving, suspect))
         lives.answers = False
         dies.stop()
@@ -580,7 +586,7 @@ async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) ->
 
 
 def on_it(record: RequestRecord, worker: FakeWorker) -> bool:
-    return worker.hello.incarnation in record.life.workers
+    return worker.hello.incarnation in record.progress.workers
 
 
 async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None:

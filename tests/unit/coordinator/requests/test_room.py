@@ -114,7 +114,7 @@ async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, m
         records = cluster.dispatcher.records
         await until(lambda: [each.output_length > 1 for each in records.values()] == [True] * 2, "both have begun")
         for record in records.values():
-            record.life.crashes.add(new_incarnation())
+            record.progress.crashes.add(new_incarnation())
         await cluster.add("decode", changes={"kv_blocks": 10})
         first.stop()
         for stream in streams:
@@ -176,9 +176,9 @@ def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> N
     limited, free = record(), record(open_ended=True)
     assert (limited.demand().least, free.demand().least) == (2000, HORIZON_TOKENS)
     for each in (limited, free):
-        each.life.output = [[1] * 1000, [1] * 20]
+        each.progress.output = [[1] * 1000, [1] * 20]
         assert each.demand().tokens == 1016 and each.demand().choices == 2
-        each.life.finish[0] = FinishReason.LENGTH
+        each.progress.finish[0] = FinishReason.LENGTH
         assert each.demand().tokens == 36 and each.demand().choices == 1
     assert (limited.demand().least, free.demand().least) == (1980, HORIZON_TOKENS)
     assert record(open_ended=True, min_tokens=900).demand().least == 900, "what the client wants at least"
@@ -216,7 +216,7 @@ async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
         whole = asyncio.create_task(cluster.post(TEXT, asked))
         stream = asyncio.create_task(cluster.stream(TEXT, {**asked, "stream_options": {"include_usage": True}}))
         records = cluster.dispatcher.records
-        await until(lambda: [each.life.started for each in records.values()] == [True] * 2, "both have begun")
+        await until(lambda: [each.progress.started for each in records.values()] == [True] * 2, "both have begun")
         only.stop()
         response, body = await whole
         assert response.status == 503 and body["error"]["code"] == "no_decode_workers"

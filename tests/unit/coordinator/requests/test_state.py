@@ -28,10 +28,10 @@ RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LE
 
 
 def placed(choices: int = 1) -> RequestState:
-    life = RequestState(choices)
-    life.place("disagg", P, D)
-    life.move(State.PREFILLING)
-    return life
+    progress = RequestState(choices)
+    progress.place("disagg", P, D)
+    progress.move(State.PREFILLING)
+    return progress
 
 
 def test_the_table_is_closed_and_ends_are_ends() -> None:
@@ -46,40 +46,40 @@ def test_a_move_that_is_not_in_the_table_is_a_broken_invariant() -> None:
 
 
 def test_the_usual_walk() -> None:
-    life = placed()
-    assert life.accept(0, 0, 0, [7], RUNNING) == Accepted(0, [7], RUNNING)
-    life.spoke(P)
-    assert life.state is State.SHIPPING
-    assert life.accept(0, 0, 0, [7, 8], RUNNING) == Accepted(1, [8], RUNNING)
-    life.spoke(D)
-    assert life.state is State.DECODING
-    assert life.accept(0, 0, 2, [9], STOP) == Accepted(0, [9], STOP)
-    assert life.finished and life.output == [[7, 8, 9]]
-    life.move(State.DONE)
-    assert life.over
+    progress = placed()
+    assert progress.accept(0, 0, 0, [7], RUNNING) == Accepted(0, [7], RUNNING)
+    progress.spoke(P)
+    assert progress.state is State.SHIPPING
+    assert progress.accept(0, 0, 0, [7, 8], RUNNING) == Accepted(1, [8], RUNNING)
+    progress.spoke(D)
+    assert progress.state is State.DECODING
+    assert progress.accept(0, 0, 2, [9], STOP) == Accepted(0, [9], STOP)
+    assert progress.finished and progress.output == [[7, 8, 9]]
+    progress.move(State.DONE)
+    assert progress.over
 
 
 def test_decode_may_speak_before_prefill() -> None:
-    life = placed()
-    life.accept(0, 0, 0, [7, 8], RUNNING)
-    life.spoke(D)
-    assert life.state is State.DECODING
-    assert life.accept(0, 0, 0, [7], RUNNING) is None
-    life.spoke(P)
-    assert life.state is State.DECODING
+    progress = placed()
+    progress.accept(0, 0, 0, [7, 8], RUNNING)
+    progress.spoke(D)
+    assert progress.state is State.DECODING
+    assert progress.accept(0, 0, 0, [7], RUNNING) is None
+    progress.spoke(P)
+    assert progress.state is State.DECODING
 
 
 def test_a_gap_names_what_is_missing_and_takes_nothing() -> None:
-    life = placed()
-    assert life.accept(0, 0, 2, [9], RUNNING) == Gap(0)
-    assert life.output == [[]]
+    progress = placed()
+    assert progress.accept(0, 0, 2, [9], RUNNING) == Gap(0)
+    assert progress.output == [[]]
 
 
 def test_an_end_may_come_without_new_tokens() -> None:
-    life = placed()
-    life.accept(0, 0, 0, [1, 2], RUNNING)
-    assert life.accept(0, 0, 1, [2], LENGTH) == Accepted(1, [], LENGTH)
-    assert life.finished
+    progress = placed()
+    progress.accept(0, 0, 0, [1, 2], RUNNING)
+    assert progress.accept(0, 0, 1, [2], LENGTH) == Accepted(1, [], LENGTH)
+    assert progress.finished
 
 
 @pytest.mark.parametrize(("choice", "attempt"), [(0, 1), (1, 0), (-1, 0), (5, 0)])
@@ -88,138 +88,138 @@ def test_spans_of_nobody_are_dropped(choice: int, attempt: int) -> None:
 
 
 def test_nothing_is_taken_after_the_end_of_a_choice() -> None:
-    life = placed(2)
-    life.accept(0, 0, 0, [1], STOP)
-    assert life.accept(0, 0, 1, [2], RUNNING) is None
-    life.end_choice(1)
-    assert life.finished
-    assert life.accept(1, 0, 0, [1], RUNNING) is None
+    progress = placed(2)
+    progress.accept(0, 0, 0, [1], STOP)
+    assert progress.accept(0, 0, 1, [2], RUNNING) is None
+    progress.end_choice(1)
+    assert progress.finished
+    assert progress.accept(1, 0, 0, [1], RUNNING) is None
 
 
 def test_a_setback_fences_the_old_attempt_and_keeps_what_was_said() -> None:
-    life = placed(2)
-    life.accept(0, 0, 0, [1, 2], RUNNING)
-    assert life.retry() == "retry"
-    assert (life.state, life.attempt, life.workers) == (State.QUEUED, 1, ())
-    assert [unpack_tokens(each) for each in life.emitted()] == [[1, 2], []]
-    assert life.accept(0, 0, 2, [3], RUNNING) is None
-    life.place("disagg", P, D)
-    life.move(State.PREFILLING)
-    assert life.accept(0, 0, 2, [3], RUNNING) is None
-    assert life.accept(0, 1, 2, [3], RUNNING) == Accepted(0, [3], RUNNING)
+    progress = placed(2)
+    progress.accept(0, 0, 0, [1, 2], RUNNING)
+    assert progress.retry() == "retry"
+    assert (progress.state, progress.attempt, progress.workers) == (State.QUEUED, 1, ())
+    assert [unpack_tokens(each) for each in progress.emitted()] == [[1, 2], []]
+    assert progress.accept(0, 0, 2, [3], RUNNING) is None
+    progress.place("disagg", P, D)
+    progress.move(State.PREFILLING)
+    assert progress.accept(0, 0, 2, [3], RUNNING) is None
+    assert progress.accept(0, 1, 2, [3], RUNNING) == Accepted(0, [3], RUNNING)
 
 
 def test_retries_before_the_first_token_are_few() -> None:
-    life = placed()
+    progress = placed()
     for _ in range(MAX_RETRIES):
-        assert life.retry() == "retry"
-        life.place("disagg", P, D)
-    assert life.retry() == "spent"
+        assert progress.retry() == "retry"
+        progress.place("disagg", P, D)
+    assert progress.retry() == "spent"
 
 
 def test_being_turned_away_at_the_door_costs_nothing() -> None:
-    life = placed()
+    progress = placed()
     for attempt in range(1, 2 * (MAX_RETRIES + MAX_MIGRATIONS)):
-        assert life.retry(free=True) == "retry"
-        assert life.attempt == attempt
-        life.place("disagg", P, D)
-    assert life.retries == life.migrations == 0
+        assert progress.retry(free=True) == "retry"
+        assert progress.attempt == attempt
+        progress.place("disagg", P, D)
+    assert progress.retries == progress.migrations == 0
 
 
 def test_migrations_have_a_budget_of_their_own() -> None:
-    life = placed()
-    assert life.retry() == "retry"
-    life.place("disagg", P, D)
-    life.accept(0, 1, 0, [1], RUNNING)
+    progress = placed()
+    assert progress.retry() == "retry"
+    progress.place("disagg", P, D)
+    progress.accept(0, 1, 0, [1], RUNNING)
     for _ in range(MAX_MIGRATIONS):
-        assert life.retry() == "retry"
-        life.place("disagg", P, D)
-    assert life.retry() == "spent"
+        assert progress.retry() == "retry"
+        progress.place("disagg", P, D)
+    assert progress.retry() == "spent"
 
 
 def test_a_broken_connection_costs_something_when_the_worker_died() -> None:
-    life = placed()
-    assert life.on_worker_unconfirmed(P) and life.retry(free=True) == "retry"
-    life.place("disagg", Q, D)
-    life.accept(0, 1, 0, [1], RUNNING)
-    assert life.on_worker_unconfirmed(D) and life.retry(free=True) == "retry"
-    assert life.retries == life.migrations == 0
-    life.on_worker_died(P)
-    life.on_worker_died(D)
-    life.on_worker_died(D)
-    assert life.retries == life.migrations == 1, "each once, by what it had then"
-    life.on_worker_reconnected(P)
-    assert life.retries == 1 and not life.breaks
+    progress = placed()
+    assert progress.on_worker_unconfirmed(P) and progress.retry(free=True) == "retry"
+    progress.place("disagg", Q, D)
+    progress.accept(0, 1, 0, [1], RUNNING)
+    assert progress.on_worker_unconfirmed(D) and progress.retry(free=True) == "retry"
+    assert progress.retries == progress.migrations == 0
+    progress.on_worker_died(P)
+    progress.on_worker_died(D)
+    progress.on_worker_died(D)
+    assert progress.retries == progress.migrations == 1, "each once, by what it had then"
+    progress.on_worker_reconnected(P)
+    assert progress.retries == 1 and not progress.breaks
 
 
 def test_broken_connections_to_workers_that_live_are_free_up_to_a_bound() -> None:
-    life = placed()
+    progress = placed()
     for _ in range(MAX_BREAKS - 1):
-        assert life.on_worker_unconfirmed(P)
-        life.on_worker_reconnected(P)
-    assert life.disconnected() and not life.disconnected() and not life.on_worker_unconfirmed(P)
+        assert progress.on_worker_unconfirmed(P)
+        progress.on_worker_reconnected(P)
+    assert progress.disconnected() and not progress.disconnected() and not progress.on_worker_unconfirmed(P)
 
 
 def test_two_crashes_make_a_suspect() -> None:
-    life = placed()
-    assert not life.on_worker_lost(P)
-    assert life.retry() == "retry" and not life.suspect
-    life.place("disagg", Q, D)
-    life.move(State.PREFILLING)
-    assert life.on_worker_lost(Q) and life.suspect
-    assert life.retry(on_trial=True) == "retry" and life.attempt == 2
+    progress = placed()
+    assert not progress.on_worker_lost(P)
+    assert progress.retry() == "retry" and not progress.suspect
+    progress.place("disagg", Q, D)
+    progress.move(State.PREFILLING)
+    assert progress.on_worker_lost(Q) and progress.suspect
+    assert progress.retry(on_trial=True) == "retry" and progress.attempt == 2
 
 
 def test_whether_one_that_is_on_trial_is_spent_is_asked_later() -> None:
-    life = placed()
+    progress = placed()
     for _ in range(MAX_RETRIES):
-        life.retry()
-        life.place("disagg", P, D)
-    assert life.retry(on_trial=True) == "retry" and life.spent
-    assert life.state is State.QUEUED, "it can still be refused, or go on to an end of its own"
+        progress.retry()
+        progress.place("disagg", P, D)
+    assert progress.retry(on_trial=True) == "retry" and progress.spent
+    assert progress.state is State.QUEUED, "it can still be refused, or go on to an end of its own"
 
 
 def test_output_from_workers_that_live_clears_a_suspect() -> None:
-    life = placed()
-    life.crashes |= {P, Q}
-    assert life.suspect
-    assert not life.survives(CLEARED_TOKENS - 1)
-    life.retry()
-    life.place("disagg", P, D)
-    assert not life.survives(CLEARED_TOKENS - 1), "each attempt by itself"
-    assert life.survives(1) and not life.suspect
-    assert not life.survives(1), "it is cleared once"
+    progress = placed()
+    progress.crashes |= {P, Q}
+    assert progress.suspect
+    assert not progress.survives(CLEARED_TOKENS - 1)
+    progress.retry()
+    progress.place("disagg", P, D)
+    assert not progress.survives(CLEARED_TOKENS - 1), "each attempt by itself"
+    assert progress.survives(1) and not progress.suspect
+    assert not progress.survives(1), "it is cleared once"
 
 
 def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
     """A decode worker that dies while it only holds blocks for a request does not make the request a suspect."""
-    life = placed()
-    assert not life.on_worker_lost(P) and life.retry() == "retry"
-    life.place("disagg", Q, D)
-    life.move(State.PREFILLING)
-    assert not life.on_worker_lost(D) and life.crashes == {P}
-    assert life.retry() == "retry"
-    life.place("local", None, D)
-    life.move(State.PREFILLING)
-    assert life.on_worker_lost(D), "this one computed it"
+    progress = placed()
+    assert not progress.on_worker_lost(P) and progress.retry() == "retry"
+    progress.place("disagg", Q, D)
+    progress.move(State.PREFILLING)
+    assert not progress.on_worker_lost(D) and progress.crashes == {P}
+    assert progress.retry() == "retry"
+    progress.place("local", None, D)
+    progress.move(State.PREFILLING)
+    assert progress.on_worker_lost(D), "this one computed it"
 
 
 def test_a_span_that_tells_known_tokens_otherwise_is_a_contradiction() -> None:
-    life = placed()
-    life.accept(0, 0, 0, [7, 8], RUNNING)
+    progress = placed()
+    progress.accept(0, 0, 0, [7, 8], RUNNING)
     for start, ids in ((0, [7, 9]), (0, [6, 8, 9]), (1, [9, 9]), (0, [9])):
-        assert isinstance(life.accept(0, 0, start, ids, RUNNING), Contradiction)
-    assert life.output == [[7, 8]] and life.accept(0, 0, 1, [8, 9], RUNNING) == Accepted(1, [9], RUNNING)
+        assert isinstance(progress.accept(0, 0, start, ids, RUNNING), Contradiction)
+    assert progress.output == [[7, 8]] and progress.accept(0, 0, 1, [8, 9], RUNNING) == Accepted(1, [9], RUNNING)
 
 
 def test_prefill_is_needed_until_decode_has_the_kv() -> None:
-    life = placed()
-    assert life.needs(P) and life.needs(D) and not life.needs(Incarnation("other"))
-    life.accept(0, 0, 0, [1], RUNNING)
-    life.spoke(P)
-    assert life.needs(P)
-    life.decoding()
-    assert not life.needs(P) and life.needs(D)
+    progress = placed()
+    assert progress.needs(P) and progress.needs(D) and not progress.needs(Incarnation("other"))
+    progress.accept(0, 0, 0, [1], RUNNING)
+    progress.spoke(P)
+    assert progress.needs(P)
+    progress.decoding()
+    assert not progress.needs(P) and progress.needs(D)
 
 
 @given(
@@ -231,15 +231,15 @@ def test_whatever_arrives_the_output_is_a_prefix_of_the_truth(
 ) -> None:
     """Spans of any attempt, in any order and any number of times, give each correct token once."""
     truth = list(range(100, 120))
-    life, seen = placed(), list[int]()
+    progress, seen = placed(), list[int]()
     for index, (attempt, start, count) in enumerate(spans):
-        if index in lost and life.retry() == "retry":
-            life.place("disagg", P, D)
-            life.move(State.PREFILLING)
-        news = life.accept(0, attempt, start, truth[start : start + count], RUNNING)
+        if index in lost and progress.retry() == "retry":
+            progress.place("disagg", P, D)
+            progress.move(State.PREFILLING)
+        news = progress.accept(0, attempt, start, truth[start : start + count], RUNNING)
         if isinstance(news, Accepted):
-            assert attempt == life.attempt and news.ids == truth[start + news.skip : start + count]
+            assert attempt == progress.attempt and news.ids == truth[start + news.skip : start + count]
             seen += news.ids
         elif isinstance(news, Gap):
             assert news.start == len(seen) < start
-    assert seen == life.output[0] == truth[: len(seen)]
+    assert seen == progress.output[0] == truth[: len(seen)]

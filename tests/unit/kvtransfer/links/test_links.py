@@ -488,7 +488,7 @@ def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str,
         handoff.go()
         if late and changed:
             assert isinstance(handoff.received[0], TransferFailed) and "checksum" in handoff.received[0].reason
-            assert isinstance(handoff.sent[0], Lost) and handoff.sent[0].told
+            assert isinstance(handoff.sent[0], Lost) and handoff.sent[0].cancelled_by_peer
         else:
             assert isinstance(handoff.received[0], Landed) and isinstance(handoff.sent[0], Shipped)
             assert session.checksum and not session.unsummed
@@ -540,7 +540,12 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
         handoff.go()
         assert failing.left < 0, "it was spoiled"
         [sent], [received] = handoff.sent, handoff.received
-        assert isinstance(sent, Lost) and not sent.told and isinstance(received, TransferFailed) and received.told
+        assert (
+            isinstance(sent, Lost)
+            and not sent.cancelled_by_peer
+            and isinstance(received, TransferFailed)
+            and received.cancelled_by_peer
+        )
     finally:
         handoff.close()
 
@@ -553,8 +558,12 @@ def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: st
         handoff.sender._links[handoff.link] = Lying(handoff.sender._links[handoff.link], to)
         handoff.go()
         [sent], [received] = handoff.sent, handoff.received
-        assert isinstance(received, TransferFailed) and "make no sense" in received.reason and not received.told
-        assert isinstance(sent, Lost) and sent.told
+        assert (
+            isinstance(received, TransferFailed)
+            and "make no sense" in received.reason
+            and not received.cancelled_by_peer
+        )
+        assert isinstance(sent, Lost) and sent.cancelled_by_peer
         assert handoff.receiver.strikes.cut_off == 1
     finally:
         handoff.close()
@@ -782,8 +791,12 @@ def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_
     try:
         handoff.go()
         [sent], [received] = handoff.sent, handoff.received
-        assert isinstance(received, TransferFailed) and "cannot be read" in received.reason and not received.told
-        assert isinstance(sent, Lost) and sent.told
+        assert (
+            isinstance(received, TransferFailed)
+            and "cannot be read" in received.reason
+            and not received.cancelled_by_peer
+        )
+        assert isinstance(sent, Lost) and sent.cancelled_by_peer
         handoff.again(after_s=PAUSE_S)
         handoff.go()
         assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
