@@ -1,17 +1,19 @@
 """Encodes messages to bytes and decodes them strictly.
 
 A message is MessagePack, never pickle, and carries no class names or module paths. Its XXH3-64 digest comes first: a
-flipped bit in a prompt or a token would be an unnoticed wrong answer, and TCP's checksum misses some. Bytes are decoded
-straight into a type of :mod:`common.net.messages`, and a value that does not fit its field's type is refused at that
-point. So deep nesting, extension types and timestamps are never built, and the cost of decoding is bounded by the size
-and the type of the message. Every defect raises :class:`~common.core.errors.WireError`.
+flipped bit in a prompt or a token would be an unnoticed wrong answer, and TCP's checksum misses some. The package
+msgpack unpacks bytes under the limits below, and msgspec converts the result strictly into a type of
+:mod:`common.net.messages`. Extension types and timestamps are refused, nesting is bounded by msgpack's stack, and what
+a message can make its reader allocate is bounded by its size and by MAX_CONTAINERS. Every defect raises
+:class:`~common.core.errors.WireError`.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+import msgpack
 import msgspec
 import xxhash
 
@@ -26,17 +28,24 @@ MAX_HANDOFF_BYTES = 256 << 10
 """Largest message between prefill and decode. An Open with NIXL's agent data takes 67 KB, a Commit of 16 choices with
 20 logprobs each 5 KB."""
 DIGEST_BYTES = 8
-_encoder = msgspec.msgpack.Encoder()
-
-
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, strict=True)
+MAX_ARRAY_ITEMS = 1 << 12
+"""Longest array in a message; columns have at most MAX_SPANS items."""
+MAX_MAP_ITEMS = 1 << 12
+"""Largest map in a message; the largest are logit biases."""
+MAX_STRING_BYTES = 1 << 16
+MAX_CONTAINERS = 1 << 13
+"""Most arrays and maps in a message of more than UNCOUNTED_BYTES. An empty one takes one byte of a message and 64 bytes
+of memory. A report of MAX_SPANS tokens with logprobs has two for each token."""
+UNCOUNTED_BYTES = 64 << 10
+"""Counting calls Python for each container, so the containers of smaller messages are not counted."""
+_AS_THEY_ARE = (bytes,)
+"""Types that need no conversion for msgpack."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Encode one message: its digest, then MessagePack."""
-    return seal(_encoder.encode(message))
+    plain = msgspec.to_builtins(message, builtin_types=_AS_THEY_ARE)
+    return seal(msgpack.packb(plain))
 
 
 def seal(data: bytes) -> bytes:
@@ -58,7 +67,38 @@ def decode(data: bytes | memoryview, kind: Any, max_bytes: int = MAX_MESSAGE_BYT
     packed = unseal(data)  # before the size check: damage, which is not the sender's fault, can change the size too
     if len(data) > max_bytes:
         raise WireError(f"a message has {len(data)} bytes, {max_bytes} are allowed")
+    count = _container_count() if len(packed) > UNCOUNTED_BYTES else None
     try:
-        return _decoder(kind).decode(packed)
+        plain = msgpack.unpackb(
+            packed,
+            strict_map_key=False,  # logit biases are keyed by token id; convert checks the type of every key
+            list_hook=count,
+            object_hook=count,
+            ext_hook=_refuse_extension,
+            max_array_len=min(MAX_ARRAY_ITEMS, len(packed)),  # arrays are allocated by what their header announces
+            max_map_len=MAX_MAP_ITEMS,
+            max_str_len=MAX_STRING_BYTES,
+            max_bin_len=max_bytes,
+            max_ext_len=0,
+        )
+        return msgspec.convert(plain, kind, builtin_types=_AS_THEY_ARE)
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise WireError(f"not a valid message: {error}") from error
+
+
+def _container_count() -> Callable[[Any], Any]:
+    """Return a hook that passes MAX_CONTAINERS containers on and raises ValueError at the next."""
+    left = MAX_CONTAINERS
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {MAX_CONTAINERS} arrays and maps")
+        return container
+
+    return count
+
+
+def _refuse_extension(code: int, data: bytes) -> NoReturn:
+    raise ValueError(f"extension type {code}")

@@ -75,8 +75,21 @@ from common.net.messages import (
     Welcome,
 )
 from common.net.sockets import identity
-from common.net.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode, seal
-from coordinator.api.openai import MAX_CHOICES, MAX_LOGPROBS
+from common.net.wire import (
+    MAX_ARRAY_ITEMS,
+    MAX_CONTAINERS,
+    MAX_HANDOFF_BYTES,
+    MAX_MAP_ITEMS,
+    MAX_MESSAGE_BYTES,
+    MAX_REPORT_BYTES,
+    MAX_STRING_BYTES,
+    UNCOUNTED_BYTES,
+    decode,
+    encode,
+    seal,
+    unseal,
+)
+from coordinator.api.openai import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.links.pull import signed
 from kvtransfer.peer_proof import proof, proven
@@ -379,6 +392,39 @@ def test_flipped_bits_are_another_message_or_refused(data: bytes, kind: Any, dra
     assert isinstance(message, typing.get_args(kind) or kind)
 
 
+@settings(max_examples=300)
+@given(valid, unions, st.data())
+def test_msgspec_understands_the_same(data: bytes, kind: Any, draw: st.DataObject) -> None:
+    """msgspec's own decoder, the slow oracle here, accepts what is accepted and refuses the rest, also behind a right
+    digest."""
+    changed = bytearray(unseal(data))
+    for _ in range(draw.draw(st.integers(0, 2))):
+        changed[draw.draw(st.integers(0, len(changed) - 1))] = draw.draw(st.integers(0, 255))
+    try:
+        wanted = msgspec.msgpack.decode(changed, type=kind)
+    except (ValueError, TypeError, OverflowError):
+        refused(seal(bytes(changed)), kind)
+        return
+    assert repr(decode(seal(bytes(changed)), kind)) == repr(wanted)
+
+
+@given(valid)
+def test_msgspec_writes_the_same(data: bytes) -> None:
+    packed = unseal(data)
+    message = next(each for each in EXAMPLES if encode(each) == data)
+    assert msgspec.msgpack.encode(message) == packed
+
+
+def test_limits_leave_room_for_what_is_sent() -> None:
+    assert MAX_ARRAY_ITEMS >= MAX_SPANS
+    assert MAX_MAP_ITEMS >= MAX_BIASES
+    assert MAX_STRING_BYTES >= 4 * MAX_TEXT
+    assert MAX_CONTAINERS >= 2 * MAX_SPANS + 64
+    biased = msgspec.structs.replace(_SAMPLING, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
+    message = Generate(msgspec.structs.replace(_REQUEST, sampling=biased), 1)
+    assert decode(encode(message), ToWorker) == message
+
+
 def test_a_message_that_goes_the_other_way() -> None:
     for example in EXAMPLES:
         for union in UNIONS:
@@ -399,6 +445,8 @@ def _wide(items: int) -> bytes:
 
 HOSTILE = {
     "empty": b"",
+    "many small arrays": b"\xdc\x10\x00" + b"\x90" * (1 << 12),
+    "many containers": _wide(MAX_CONTAINERS + (1 << 10)) + bytes(UNCOUNTED_BYTES),
     "nil": b"\xc0",
     "huge array header": b"\xdd\xff\xff\xff\xff",
     "huge map header": b"\xdf\xff\xff\xff\xff",
@@ -415,6 +463,10 @@ HOSTILE = {
     "huge array header in a field": b"\x93\xa5hello" + b"\xdd\xff\xff\xff\xff",
     "huge array header of choices": _COMMIT + b"\xdd\xff\xff\xff\xff\x01",
     "huge map header in a field": b"\x95\xa6timing\xc4\x10" + _ID + b"\x01\xdf\xff\xff\xff\xff",
+    "nested headers of much": b"\xdc\x0f\xff" * 100,
+    "map with arrays for keys": b"\x81\x91\x01\x01",
+    "map with twice the same key": b"\x95\xa6timing\xc4\x10" + _ID + b"\x01\x82\xa1a\xc0\xa1a\xc0\xa0",
+    "timestamp of 96 bits": b"\x92\xa6turned\xc7\x0c\xff" + bytes(12),
     "nested in a column": _COMMIT + b"\x91" * _DEEP + b"\xc0",
     "reserved byte": b"\xc1",
     "pickle": pickle.dumps({"cmd": "run"}),
