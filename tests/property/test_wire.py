@@ -1,7 +1,7 @@
 """Messages to bytes and back: every type round-trips, the bytes are pinned, and no bytes but ours are accepted.
 
 The pinned bytes lie in ``tests/golden/wire.json``. When they change on purpose, processes of two versions can no longer
-talk: raise ``PROTOCOL`` (unless fields were only added at the end with defaults) and write the file anew with
+talk: raise ``PROTOCOL`` and write the file anew with
 ``make golden ARGS=wire``.
 """
 
