@@ -68,7 +68,7 @@ def test_a_cluster_by_hand_serves_and_stops() -> None:
             wait_for(lambda: is_ready(server) or cluster.poll() is not None, START_S)
             assert is_ready(server), cluster.stdout and cluster.stdout.read().decode()
             assert {each["role"] for each in workers(server).values()} == {"prefill", "decode"}
-            os.killpg(cluster.pid, signal.SIGINT)  # like Ctrl-C in a terminal
+            cluster.terminate()  # not SIGINT, which processes ignore if the test run was started in the background
             cluster.wait(scaled(30))
         finally:
             if cluster.poll() is None:
