@@ -71,7 +71,7 @@ class Row:
 
     @property
     def held(self) -> bool | None:
-        """The same for the floors."""
+        """Whether all floors hold; None if none is broken and one could not be judged."""
         return _all(None if (found := self.of(each.of)) is None else each.held(found) for each in self.targets)
 
 

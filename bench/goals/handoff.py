@@ -110,7 +110,7 @@ def _hand_offs(field: Field, tokens: int) -> list[dict[str, Any]]:
 
 
 def _hidden(tokens: int, stages: list[dict[str, Any]], bytes_per_s: float) -> Row:
-    """Of the time that the link takes for a prompt's bytes, the share before the end of its prefill. The rest lasts
+    """Return the share of the link time of a prompt's bytes that passes before the end of its prefill. The rest lasts
     from that end until decode has accepted everything, including the messages of the hand-off and both loops."""
     links = [1000 * each["kv_bytes"] / bytes_per_s for each in stages]
     left = [each["transfer_exposed_ms"] for each in stages]

@@ -12,7 +12,7 @@ from typing import Any
 
 Message = dict[str, Any]
 HELD_OUT_OF = 24
-"""One of so many items is held out."""
+"""One item in this many is held out."""
 
 
 @dataclass(frozen=True)
