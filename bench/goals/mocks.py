@@ -2,7 +2,8 @@
 
 The workers speak the control protocol as real ones do (Hello, heartbeats, one message of spans per step) and hold
 nothing. Prefill returns the first token of the prompt as the first output token as soon as it has the prompt; decode
-repeats it, once per step for all streams. No KV is transferred.
+repeats it, once per step for all streams. A request of one token ends on prefill, as it does on real workers: decode
+only holds it until the coordinator sends an Abort. No KV is transferred.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class _Stream:
     output: list[int] = field(default_factory=list)
 
     def step(self, writer: TokenSpanEncoder) -> bool:
-        """Add one token; return whether it was the last. The first step repeats prefill's token, as decode does."""
+        """Add one token; return whether it was the last. The first step repeats prefill's token, too, as decode does."""
         start = len(self.output)
-        self.output += [self.token] * (2 if not start and self.request.sampling.max_tokens > 1 else 1)
+        self.output += [self.token] * (1 if start else 2)
         ended = len(self.output) >= self.request.sampling.max_tokens
         finish = FinishReason.LENGTH if ended else FinishReason.RUNNING
         writer.again(SequenceId(self.request.id, 0, self.attempt), start, self.output, finish, -1, ())
@@ -114,7 +115,7 @@ class MockWorker:
     def _step(self) -> None:
         writer = TokenSpanEncoder()
         for transfer, stream in list(self._streams.items()):
-            if stream.step(writer):
+            if stream.request.sampling.max_tokens > 1 and stream.step(writer):
                 del self._streams[transfer]
         self._tell(writer)
 
