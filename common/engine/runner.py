@@ -35,7 +35,7 @@ from common.model.linears import PackedLinear, pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights
 from common.model.probe import QUANTISED_TOLERANCE, Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
-from common.platform import device
+from common.platform import device, memory
 
 _REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """Exceptions that torch and modelling code raise when one request's numbers are impossible or too large."""
@@ -283,14 +283,14 @@ def load_engine(
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode), for which oneDNN packs
     weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``
-    (default: :func:`common.platform.device.kv_budget`). Rotary variants that look at the whole batch are frozen for
+    (default: :func:`common.platform.memory.kv_budget`). Rotary variants that look at the whole batch are frozen for
     ``max_model_len`` if given, else for the model's own length (never for what the pool holds), so that workers with
     pools of different sizes agree.
     """
     machine = device.probe_cpu()
     chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
-    budget_bytes = kv_bytes if kv_bytes is not None else device.kv_budget()
+    budget_bytes = kv_bytes if kv_bytes is not None else memory.kv_budget()
 
     def budget(layers: tuple[object, ...] | None) -> Budget | None:
         if layers is None:
@@ -322,7 +322,7 @@ def load_engine(
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
     engine.notes += _layer_notes(model, fused, bool(fused) and engine.shorten(seen.tokens), packed, batch_hint, int8)
-    device.keep_freed_memory()
+    memory.keep_freed_memory()
     engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
     return engine
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.kernels import cpu
-from common.platform import device
+from common.platform import device, memory
 
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
 """Activations that a gated linear layer can apply: names in transformers, and values of ``enum activation`` in
@@ -121,11 +121,11 @@ class NativeLinear(nn.Module):
 def gather(linears: Sequence[NativeLinear]) -> None:
     """Move packed weights next to each other, into large pages; nothing is moved if they do not fill one."""
     sizes = [-(-linear.packed.nbytes // _CACHE_LINE) * _CACHE_LINE for linear in linears]
-    if sum(sizes) < device.LARGE_PAGE:
+    if sum(sizes) < memory.LARGE_PAGE:
         return
-    memory, start = device.large_pages(sum(sizes))
+    pages, start = memory.large_pages(sum(sizes))
     for linear, size in zip(linears, sizes, strict=True):
-        linear.move(torch.frombuffer(memory, dtype=torch.uint8, count=linear.packed.nbytes, offset=start))
+        linear.move(torch.frombuffer(pages, dtype=torch.uint8, count=linear.packed.nbytes, offset=start))
         start += size
 
 

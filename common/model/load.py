@@ -22,7 +22,7 @@ from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.kv.budget import human_bytes
 from common.kv.storage.tensors import DTYPES
-from common.platform.device import free_memory
+from common.platform.memory import free_memory
 
 Progress = Callable[[int, int, str], None]
 """Called with (shards read, shards in all, name of the shard that is read next or was read last)."""

@@ -1,4 +1,4 @@
-"""The machine's devices, memory and cores, and how one worker takes its share of them.
+"""The devices of this machine, the one that a worker computes on, and the cores that it is bound to.
 
 Probing imports no torch; only :func:`pin` does, because torch owns the intra-op threads.
 """
@@ -6,8 +6,7 @@ Probing imports no torch; only :func:`pin` does, because torch owns the intra-op
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
+import importlib.util
 import os
 import platform
 from collections.abc import Collection
@@ -16,38 +15,84 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from common.core.errors import StartError
 from common.kv.layout import KvDtype
+from common.platform.gpu import Gpu, NoGpu, is_driver_loaded, visible_gpus
+from common.platform.memory import free_memory
 
-GIB = 1 << 30
-LARGE_PAGE = 2 << 20
 _SPINS = "4000"
 """Iterations of libgomp's spin loop before a waiting thread sleeps, 0.07 to 0.2 ms: longer than any gap between two
 operations of a step. With far more, a waiting thread occupies a core on which the thread that it waits for could run,
 where another process has taken that one's core."""
-KV_LIMIT_BYTES = 4 * GIB
-"""Most KV memory that a CPU worker takes by default."""
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_FIRST_WITH_BF16 = (8, 0)
+"""Compute capability from which on GPUs multiply bfloat16."""
 
 
 @dataclass(frozen=True)
 class Device:
     """One device. ``kind`` is cpu or cuda; ``cpus`` are the cores that this process may use; ``free_bytes`` of its
-    memory are free now."""
+    memory are free now. ``gpu`` is set for cuda."""
 
-    kind: str
+    kind: Literal["cpu", "cuda"]
     name: str
     cpus: tuple[int, ...]
     has_bf16: bool
     has_fp16: bool
     free_bytes: int
+    gpu: Gpu | None = None
+
+    @property
+    def address(self) -> str:
+        """The device as torch and ``--device`` call it, such as cuda:1."""
+        return self.kind if self.gpu is None else f"cuda:{self.gpu.index}"
 
 
-def probe() -> Device:
-    """Return the first CUDA device if there is one, else the CPU."""
-    if (gpu := _first_gpu()) is not None:
-        name, free = gpu
-        return Device("cuda", name, tuple(sorted(os.sched_getaffinity(0))), True, True, free)
-    return probe_cpu()
+def choose(wanted: str) -> tuple[Device, str]:
+    """Return the device for ``--device wanted`` (the first GPU of several) and the reason, as :func:`usable_gpus`."""
+    gpus, reason = usable_gpus(wanted)
+    return (probe_gpu(gpus[0]) if gpus else probe_cpu()), reason
+
+
+def usable_gpus(wanted: str) -> tuple[list[Gpu], str]:
+    """Return the GPUs that ``--device wanted`` (auto, cpu, cuda or cuda:N) allows, none for the CPU, and the reason in
+    words ("" if there is nothing to say). Raises StartError if a GPU is demanded that cannot be used."""
+    if wanted == "cpu":
+        return [], ""
+    try:
+        gpus = visible_gpus()
+    except NoGpu as error:
+        if wanted == "auto":
+            return [], f"computing on the CPU: {error}" if is_driver_loaded() else ""
+        raise StartError(
+            f"--device {wanted} cannot be used", str(error), "give --device cpu, or make the GPU visible"
+        ) from None
+    if not has_cuda():
+        why = "torch is built without CUDA"
+        if wanted == "auto":
+            return [], f"computing on the CPU though there is a GPU ({gpus[0].name}): {why}"
+        raise StartError(f"--device {wanted} cannot be used", why, "install a torch with CUDA, or give --device cpu")
+    if wanted.startswith("cuda:"):
+        known = ", ".join(f"cuda:{each.index} ({each.name})" for each in gpus)
+        gpus = [each for each in gpus if f"cuda:{each.index}" == wanted]
+        if not gpus:
+            raise StartError(
+                f"there is no {wanted}", f"visible are {known}", "choose one of these, or give --device cuda"
+            )
+    return gpus, "the driver shows a GPU" if wanted == "auto" else "as requested"
+
+
+def has_cuda() -> bool:
+    """Return whether torch, which is not imported here, is built with CUDA."""
+    found = importlib.util.find_spec("torch")
+    return (
+        found is not None and found.origin is not None and (Path(found.origin).parent / "lib/libtorch_cuda.so").exists()
+    )
+
+
+def probe_gpu(gpu: Gpu) -> Device:
+    """Return ``gpu`` as a device."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    return Device("cuda", gpu.name, cpus, gpu.capability >= _FIRST_WITH_BF16, True, gpu.free_bytes, gpu)
 
 
 def probe_cpu() -> Device:
@@ -56,20 +101,6 @@ def probe_cpu() -> Device:
     flags = cpu_flags()
     has_bf16 = bool(flags & {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
     return Device("cpu", cpu_name(), cpus, has_bf16, bool(flags & {"avx512_fp16", "amx_fp16"}), free_memory())
-
-
-def _first_gpu() -> tuple[str, int] | None:
-    """Return name and free bytes of the first GPU that NVML shows; None without a driver or without nvidia-ml-py."""
-    if not Path("/proc/driver/nvidia/version").exists():
-        return None
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
-    except Exception:  # no library, no permission, no device: all mean that there is no GPU to use
-        return None
 
 
 @cache
@@ -106,80 +137,14 @@ def choose_dtype(wanted: KvDtype | Literal["auto"], checkpoint_dtype: KvDtype, d
     """Return the element type to compute in (``wanted`` unless it is "auto") and the reason in words."""
     if wanted != "auto":
         return wanted, "as requested"
-    if device.kind == "cpu" and checkpoint_dtype == "bfloat16" and not device.has_bf16:
+    if checkpoint_dtype == "bfloat16" and not device.has_bf16:
+        if device.gpu is not None:
+            major, minor = device.gpu.capability
+            return "float16", f"this GPU has no bfloat16 (compute capability {major}.{minor})"
         return "float32", "this CPU has no bfloat16 instructions"
     if device.kind == "cpu" and checkpoint_dtype == "float16" and not device.has_fp16:
         return "float32", "this CPU has no float16 instructions"
     return checkpoint_dtype, "the checkpoint's"
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def free_memory() -> int:
-    """Return the bytes that this process may still take: the machine's available memory, or what its control group
-    leaves if that is less."""
-    available = _meminfo("MemAvailable")
-    return min([available, *(rest for rest in (_cgroup_v2_rest(), _cgroup_v1_rest()) if rest is not None)])
-
-
-def _meminfo(key: str) -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable(path: Path, key: str) -> int:
-    """Return the bytes of page cache that the kernel frees on demand, from entry ``key`` of a memory.stat file."""
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            if line.startswith(key + " "):
-                return int(line.split()[1])
-    return 0
-
-
-def _cgroup_v2_rest() -> int | None:
-    """Return the least bytes that any level of this process's control group (version 2) leaves; None if unlimited."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                here = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-                levels = [here, *here.parents]
-                rests = [_v2_level(level) for level in levels if level.is_relative_to("/sys/fs/cgroup")]
-                return min((rest for rest in rests if rest is not None), default=None)
-    return None
-
-
-def _v2_level(level: Path) -> int | None:
-    limit, used = _number(level / "memory.max"), _number(level / "memory.current")
-    if limit is None or used is None:
-        return None
-    return max(0, limit - used + _reclaimable(level / "memory.stat", "inactive_file"))
-
-
-def _cgroup_v1_rest() -> int | None:
-    root = Path("/sys/fs/cgroup/memory")
-    limit, used = _number(root / "memory.limit_in_bytes"), _number(root / "memory.usage_in_bytes")
-    if limit is None or used is None or limit > 1 << 60:
-        return None
-    return max(0, limit - used + _reclaimable(root / "memory.stat", "total_inactive_file"))
-
-
-def kv_budget(workers: int = 1, free_bytes: int | None = None) -> int:
-    """Return the bytes of KV cache for each of ``workers`` CPU workers: a quarter of free memory in all, at most
-    4 GiB each."""
-    free = free_memory() if free_bytes is None else free_bytes
-    return min(KV_LIMIT_BYTES, free // 4 // max(1, workers))
 
 
 # -- cores ------------------------------------------------------------------------------------------------------------
@@ -195,30 +160,6 @@ def calm_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("KMP_BLOCKTIME", "5")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep freed memory instead of returning it to the kernel after every large buffer.
-
-    Otherwise a step's buffers of several MiB are mapped and faulted in page by page each time, which costs as much as
-    the work done in them. To be called after loading: its larger leftovers are returned to the kernel first.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)
-        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, GIB), (_M_TOP_PAD, 64 << 20)):
-            libc.mallopt(option, value)
-
-
-def large_pages(size: int) -> tuple[mmap.mmap, int]:
-    """Return zeroed memory, and the offset in it at which ``size`` bytes begin. These bytes, but for their last part,
-    lie in pages of 2 MiB if the system gives any, from which weights that every step reads are read faster."""
-    memory = mmap.mmap(-1, size + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE
-    if whole := size // LARGE_PAGE * LARGE_PAGE:
-        with contextlib.suppress(OSError):  # the kernel has no large pages
-            memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
-    return memory, start
 
 
 def pin(cpus: Collection[int] | None = None, threads: int | None = None) -> int:

@@ -14,7 +14,7 @@ from common.config.worker import WorkerConfig
 from common.core.errors import NOT_OURS, StartError, reason
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout
-from common.platform import device
+from common.platform import device, memory
 from deploy.launcher import cores
 
 PROCESS_BYTES = 256 << 20
@@ -72,7 +72,7 @@ def check_memory(
         num_kv_blocks=config.num_kv_blocks,
         limit=checkpoint.position_limit,
     )
-    wanted, free = plan.blocks * layout.block_bytes, device.free_memory()
+    wanted, free = plan.blocks * layout.block_bytes, memory.free_memory()
     coming = workers if added is None else added
     process = checkpoint.weight_bytes + PROCESS_BYTES
     if process * coming > free:
@@ -101,7 +101,7 @@ def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
 def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:
     """Return the bytes of the KV pool of each of ``workers`` workers: as configured, else a share of the free
     memory."""
-    return device.kv_budget(workers) if config.kv_cache_memory is None else config.kv_cache_memory
+    return memory.kv_budget(workers) if config.kv_cache_memory is None else config.kv_cache_memory
 
 
 def claim_port(host: str, port: int, flag: str) -> socket.socket:

@@ -124,8 +124,9 @@ def test_opening_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
     code = (
         "import sys\n"
         "from common.checkpoint.files import open_checkpoint\n"
-        "from common.platform.device import probe, kv_budget\n"
-        f"open_checkpoint({str(checkpoint('llama'))!r}); probe(); kv_budget(2)\n"
+        "from common.platform.device import choose\n"
+        "from common.platform.memory import kv_budget\n"
+        f"open_checkpoint({str(checkpoint('llama'))!r}); choose('auto'); kv_budget(2)\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

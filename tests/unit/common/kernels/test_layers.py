@@ -19,7 +19,7 @@ from common.model import linears
 from common.model.layers import FusedLayer, NativeNorm, fuse_layers
 from common.model.linears import Int8Linear, NativeLinear, PackedLinear, pack_linears, quantize
 from common.model.load import load_model
-from common.platform import device
+from common.platform import memory
 
 library = cpu.library()
 VARIANTS = library.variants if library else ()
@@ -273,7 +273,7 @@ def test_gathered_weights_lie_behind_one_another_in_large_pages(int8: bool) -> N
     before = [layer.rows(x) for layer in layers]
     linears.gather(layers)
     starts = [layer.packed.data_ptr() for layer in layers]
-    assert starts[0] % device.LARGE_PAGE == 0
+    assert starts[0] % memory.LARGE_PAGE == 0
     for layer, start, following in zip(layers, starts, starts[1:], strict=False):
         assert 0 <= following - start - layer.packed.nbytes < 64
     assert all(torch.equal(layer.rows(x), expected) for layer, expected in zip(layers, before, strict=True))

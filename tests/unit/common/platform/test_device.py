@@ -1,4 +1,4 @@
-"""The machine's resources, and the defaults that follow from them."""
+"""The device that a worker computes on, its element type, and its cores."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from common.platform import device
-from common.platform.device import GIB, Device, choose_dtype, kv_budget
+from common.core.errors import StartError
+from common.platform import device, gpu
+from common.platform.device import Device, choose, choose_dtype, probe_gpu, usable_gpus
+from common.platform.gpu import Gpu
+from common.platform.memory import GIB
+from tests.fakes import nvml
+from tests.fakes.nvml import two_gpus
 
 
-def machine(*, kind: str = "cpu", bf16: bool = True, fp16: bool = False) -> Device:
-    return Device(kind, "test", (0,), bf16, fp16, GIB)
+def machine(*, bf16: bool = True, fp16: bool = False) -> Device:
+    return Device("cpu", "test", (0,), bf16, fp16, GIB)
+
+
+def on_gpu(*capability: int) -> Device:
+    return probe_gpu(Gpu(0, "GPU-1", "test", 16 * GIB, 15 * GIB, (capability[0], capability[1])))
 
 
 @pytest.mark.parametrize(
@@ -25,8 +34,12 @@ def machine(*, kind: str = "cpu", bf16: bool = True, fp16: bool = False) -> Devi
         ("auto", "float32", machine(), "float32"),
         ("auto", "float16", machine(), "float32"),
         ("auto", "float16", machine(fp16=True), "float16"),
-        ("auto", "float16", machine(kind="cuda"), "float16"),
         ("bfloat16", "float32", machine(bf16=False), "bfloat16"),
+        ("auto", "float16", on_gpu(9, 0), "float16"),
+        ("auto", "bfloat16", on_gpu(9, 0), "bfloat16"),
+        ("auto", "bfloat16", on_gpu(8, 0), "bfloat16"),
+        ("auto", "bfloat16", on_gpu(7, 5), "float16"),
+        ("auto", "float32", on_gpu(7, 5), "float32"),
     ],
 )
 def test_dtype_follows_the_checkpoint_where_the_machine_can(
@@ -36,17 +49,83 @@ def test_dtype_follows_the_checkpoint_where_the_machine_can(
     assert chosen == expected and reason
 
 
-def test_kv_budget_is_a_quarter_shared_and_bounded() -> None:
-    assert kv_budget(1, 8 * GIB) == 2 * GIB
-    assert kv_budget(2, 8 * GIB) == GIB
-    assert kv_budget(1, 100 * GIB) == 4 * GIB
-    assert 0 < kv_budget(4) <= 4 * GIB
-
-
 def test_the_machine_is_probed() -> None:
     found = device.probe_cpu()
-    assert found.kind == "cpu" and found.name and found.free_bytes > 0
+    assert found.kind == found.address == "cpu" and found.name and found.free_bytes > 0
     assert set(found.cpus) == os.sched_getaffinity(0)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, and a torch with CUDA."""
+    nvml.install(monkeypatch, two_gpus())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "visible", "expected"),
+    [
+        ("auto", None, "cuda:0 NVIDIA H200"),
+        ("cuda", None, "cuda:0 NVIDIA H200"),
+        ("cuda:1", None, "cuda:1 NVIDIA T4"),
+        ("auto", "1", "cuda:0 NVIDIA T4"),
+        ("cuda:0", "GPU-aabb-0002", "cuda:0 NVIDIA T4"),
+    ],
+)
+def test_a_gpu_is_chosen(
+    gpus: None, wanted: str, visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, reason = choose(wanted)
+    assert f"{found.address} {found.name}" == expected and found.kind == "cuda" and reason
+    assert found.free_bytes == (139 if "H200" in expected else 15) * GIB
+    assert found.has_bf16 == ("H200" in expected) and found.has_fp16
+
+
+def test_all_visible_gpus_are_usable_or_the_one_that_is_named(gpus: None) -> None:
+    assert [each.index for each in usable_gpus("cuda")[0]] == [0, 1]
+    assert [each.index for each in usable_gpus("cuda:1")[0]] == [1]
+    assert usable_gpus("cpu") == ([], "")
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_words(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartError) as caught:
+        choose("cuda:2")
+    assert "cuda:2" in caught.value.what and "cuda:0 (NVIDIA H200), cuda:1 (NVIDIA T4)" in caught.value.why
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(StartError, match="hides all GPUs"):
+        choose("cuda")
+    found, reason = choose("auto")
+    assert found.kind == "cpu" and "hides all GPUs" in reason
+
+
+def test_a_torch_without_cuda_computes_on_the_cpu_or_is_refused(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    found, reason = choose("auto")
+    assert found.kind == "cpu" and "NVIDIA H200" in reason and "without CUDA" in reason
+    with pytest.raises(StartError, match="without CUDA"):
+        choose("cuda:0")
+
+
+def test_without_a_driver_the_cpu_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_DRIVERS", (Path("/no/such/file"),))
+    found, reason = choose("auto")
+    assert (found.kind, reason) == ("cpu", "")
+    with pytest.raises(StartError, match="no NVIDIA driver"):
+        choose("cuda")
+
+
+def test_a_torch_with_cuda_is_recognised_by_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "torch"
+    (package / "lib").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not device.has_cuda()
+    (package / "lib" / "libtorch_cuda.so").touch()
+    assert device.has_cuda()
 
 
 @pytest.mark.parametrize(
@@ -62,17 +141,6 @@ def test_processors_of_one_name_are_told_apart(
 ) -> None:
     monkeypatch.setattr(device, "_cpuinfo", told.get)
     assert device.cpu_model() == expected
-
-
-def test_a_control_group_limits_free_memory(tmp_path: Path) -> None:
-    for name, text in {
-        "memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 5\ninactive_file 50000\n"
-    }.items():  # fmt: skip
-        (tmp_path / name).write_text(text)
-    assert device._v2_level(tmp_path) == 350_000
-    (tmp_path / "memory.max").write_text("max")
-    assert device._v2_level(tmp_path) is None
-    assert device._v2_level(tmp_path / "nothing") is None
 
 
 @pytest.mark.processes

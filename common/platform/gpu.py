@@ -1,0 +1,130 @@
+"""The NVIDIA GPUs that this process may use, as the driver's management library (NVML) reports them.
+
+Light: it creates no CUDA context and imports no torch. ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it, with GPUs
+counted as ``nvidia-smi`` counts them (see :func:`number_by_bus`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/dev/dxg")
+"""Files that exist where an NVIDIA driver is loaded: on Linux, and on Linux in Windows."""
+_ORDINAL = re.compile(r"\d+")
+
+
+class NoGpu(Exception):
+    """There is no GPU to use; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One visible GPU. ``index`` is its place among the visible ones, which torch calls ``cuda:index``; ``uuid`` names
+    it for every process. ``capability`` is CUDA's compute capability, such as (9, 0) for Hopper."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+def is_driver_loaded() -> bool:
+    """Return whether an NVIDIA driver is loaded, whatever GPUs it shows."""
+    return any(path.exists() for path in _DRIVERS)
+
+
+def number_by_bus() -> None:
+    """Make CUDA number the GPUs as NVML does, by their place on the bus; its default is the fastest first. To be called
+    before CUDA is initialised."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+
+
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """Yield the module pynvml, initialised. Raises NoGpu without a driver or without the library."""
+    if not is_driver_loaded():
+        raise NoGpu("no NVIDIA driver is loaded")
+    try:
+        import pynvml
+    except ImportError:
+        raise NoGpu("nvidia-ml-py, which finds GPUs, is not installed") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NoGpu(f"the NVIDIA driver does not answer: {error}") from None
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Return the GPUs that CUDA shows this process, in its order; at least one. Raises NoGpu."""
+    with nvml() as library:
+        try:
+            handles = _visible_handles(library, environment.get(VISIBLE))
+            return [_describe(library, index, handle) for index, handle in enumerate(handles)]
+        except library.NVMLError as error:
+            raise NoGpu(f"the NVIDIA driver does not answer: {error}") from None
+
+
+def _visible_handles(library: Any, visible: str | None) -> list[Any]:
+    """Return NVML's handles of the GPUs named by ``visible``, the value of CUDA_VISIBLE_DEVICES (None: all GPUs). As in
+    CUDA, the first name that is no GPU ends the list, and a repeated one empties it. Raises NoGpu if it is empty."""
+    handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+    if not handles:
+        raise NoGpu("the NVIDIA driver shows no GPU")
+    if visible is None:
+        return handles
+    uuids = [str(library.nvmlDeviceGetUUID(handle)) for handle in handles]
+    found: dict[str, Any] = {}
+    for name in visible.split(","):
+        handle = _named(library, name.strip(), handles, uuids)
+        if handle is None:
+            break
+        if (uuid := str(library.nvmlDeviceGetUUID(handle))) in found:
+            raise NoGpu(f"{VISIBLE}={visible} names a GPU twice, for which CUDA hides all")
+        found[uuid] = handle
+    if not found:
+        raise NoGpu(f"{VISIBLE}={visible} hides all GPUs")
+    return list(found.values())
+
+
+def _named(library: Any, name: str, handles: list[Any], uuids: list[str]) -> Any:
+    """Return the handle of the GPU called ``name``: a number, the beginning of a UUID that only one GPU has, or the
+    UUID of a part of a GPU (MIG). None if there is no such GPU."""
+    if match := _ORDINAL.match(name):
+        return handles[int(match[0])] if int(match[0]) < len(handles) else None
+    if name.startswith("GPU-"):
+        alike = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
+        return handles[alike[0]] if len(alike) == 1 else None
+    if name.startswith("MIG-"):
+        with contextlib.suppress(library.NVMLError):
+            return library.nvmlDeviceGetHandleByUUID(name)
+    return None
+
+
+def _describe(library: Any, index: int, handle: Any) -> Gpu:
+    memory = library.nvmlDeviceGetMemoryInfo(handle)
+    whole = handle
+    with contextlib.suppress(library.NVMLError):  # only a part of a GPU (MIG) belongs to another handle
+        whole = library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    major, minor = library.nvmlDeviceGetCudaComputeCapability(whole)
+    return Gpu(
+        index=index,
+        uuid=str(library.nvmlDeviceGetUUID(handle)),
+        name=str(library.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        capability=(int(major), int(minor)),
+    )
