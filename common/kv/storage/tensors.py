@@ -27,9 +27,10 @@ class KvStore:
         self.memory = memory
         self.layout: KvLayout = memory.layout
         self.dtype = DTYPES[self.layout.dtype]
+        self.device, self.blocks = torch.device("cpu"), memory.blocks
         self._bytes = torch.from_numpy(memory.raw)
         flat = self._bytes.view(-1).view(self.dtype)
-        self._k, self._v = _views(flat, self.layout, memory.blocks, shard)
+        self._k, self._v = layer_views(flat, self.layout, memory.blocks, shard)
         self._native = [native_layer(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
     def k(self, layer: int) -> torch.Tensor:
@@ -104,7 +105,7 @@ def native_layer(keys: torch.Tensor, values: torch.Tensor) -> cpu.Layer:
     )
 
 
-def _views(
+def layer_views(
     flat: torch.Tensor, layout: KvLayout, blocks: int, shard: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return key and value views of each layer of ``shard`` over ``flat``, which has all elements of the pool."""
