@@ -57,7 +57,7 @@ class _Stream:
     output: list[int] = field(default_factory=list)
 
     def step(self, writer: TokenSpanEncoder) -> bool:
-        """Add one token; return whether it was the last. The first step repeats prefill's token, too, as decode does."""
+        """Add one token; return whether it was the last. The first repeats prefill's token, as decode does."""
         start = len(self.output)
         self.output += [self.token] * (1 if start else 2)
         ended = len(self.output) >= self.request.sampling.max_tokens
