@@ -47,6 +47,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/harness/test_reference",
             "unit/common/engine/test_sampler",
             "unit/common/kernels/test_tiles",
+            "unit/common/kv/test_slab",
             "unit/common/model/test_weights",
         ),
         # start processes in most of their tests (matplotlib does, to list the installed fonts)
