@@ -116,7 +116,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
 
 def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int) -> ModelEngine:
     """Load the engine of ``checkpoint``. Imports torch, after all cheaper checks."""
-    from common.engine.runner import load_engine
+    from common.engine.loading import load_engine
 
     return load_engine(
         checkpoint,

@@ -23,7 +23,8 @@ from common.config.bench.quality import BenchQualityConfig
 from common.core.errors import RequestError, StartError
 from common.core.ids import BlockId
 from common.core.sequence import Batch, Segment
-from common.engine.runner import load_engine, sequence_of
+from common.engine.loading import load_engine
+from common.engine.runner import sequence_of
 from common.kv.layout import KvDtype
 from coordinator.api.openai import parse_chat
 from coordinator.text.tokenizer import TextModel

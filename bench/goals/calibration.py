@@ -104,7 +104,7 @@ class Core:
 
     def __init__(self, model: str, prompts: tuple[int, ...]) -> None:
         from bench.commands import roofline
-        from common.engine.runner import load_engine
+        from common.engine.loading import load_engine
 
         checkpoint = open_checkpoint(model)
         longest = max(*prompts, BATCH * CONTEXT)

@@ -39,7 +39,7 @@ def measure(model: str, own: int, other: int, repeats: int) -> Iterator[tuple[st
     """Yield each step's name, and the median seconds on core ``own`` alone and with ``other`` lent to it. Raises
     StartError without compiled kernels, which are the ones that can use a lent core."""
     device.pin((own,), 1)
-    from common.engine.runner import load_engine
+    from common.engine.loading import load_engine
     from common.kernels import cpu
 
     if (library := cpu.library()) is None:

@@ -220,7 +220,7 @@ def _measure(model: str, threads: int, cores: Sequence[int], say: Callable[[str]
     checkpoint = open_checkpoint(model)
     say(f"measuring steps of {checkpoint.name} on {threads} thread(s)")
     device.pin(cores, threads)
-    from common.engine.runner import load_engine  # imports torch
+    from common.engine.loading import load_engine  # imports torch
 
     engine = load_engine(
         checkpoint, num_kv_blocks=POOL_BLOCKS, max_batched_tokens=max(CHUNKS), max_num_seqs=max(BATCHES),

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables that torch reads at import. A worker that needs other values is started as usual."""
 HEAVY = (
-    *("common.engine.runner", "deploy.worker", "prefill.role", "decode.role"),
+    *("common.engine.loading", "deploy.worker", "prefill.role", "decode.role"),
     *("transformers.modeling_utils", "transformers.generation", "transformers.models.auto.modeling_auto"),
     "transformers.models.llama.modeling_llama",
 )

@@ -296,7 +296,7 @@ class Generator:
         import torch
 
         from common.checkpoint.files import open_checkpoint
-        from common.engine.runner import load_engine
+        from common.engine.loading import load_engine
         from tests.models import make_model
 
         self._threads = torch.get_num_threads()

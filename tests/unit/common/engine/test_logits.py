@@ -11,7 +11,8 @@ import torch
 
 from common.checkpoint.files import open_checkpoint
 from common.core.sequence import Batch, Segment
-from common.engine.runner import ModelEngine, load_engine, sequence_of
+from common.engine.loading import load_engine
+from common.engine.runner import ModelEngine, sequence_of
 from common.kv.cache import BlockCopy
 from tests.models import KINDS, SERVED
 from tests.reference import Reference

@@ -14,7 +14,8 @@ from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
-from common.engine.runner import ModelEngine, load_engine, sequence_of
+from common.engine.loading import load_engine
+from common.engine.runner import ModelEngine, sequence_of
 from common.model.load import detach_from_files
 from tests.reference import Reference, greedy
 

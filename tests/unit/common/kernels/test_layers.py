@@ -13,7 +13,8 @@ from torch import nn
 from common.checkpoint.files import open_checkpoint
 from common.core.ids import BlockId
 from common.core.sequence import Batch, Segment
-from common.engine.runner import load_engine, sequence_of
+from common.engine.loading import load_engine
+from common.engine.runner import sequence_of
 from common.kernels import cpu
 from common.model import linears
 from common.model.layers import FusedLayer, NativeNorm, fuse_layers
@@ -452,7 +453,7 @@ def test_a_model_that_does_more_around_its_layers_keeps_its_own_code(
         model.model.forward = scaled
         return model
 
-    monkeypatch.setattr("common.engine.runner.load_model", load_scaled)
+    monkeypatch.setattr("common.engine.loading.load_model", load_scaled)
     engine = load_engine(open_checkpoint(str(checkpoint("llama"))), dtype="float32", **OPTIONS)
     assert any("fused" in note for note in engine.notes) and not any(AT_ONCE in note for note in engine.notes)
     engine.close()

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint.files import open_checkpoint
-from common.engine.runner import load_engine
+from common.engine.loading import load_engine
 from coordinator.cluster.registry import JoinRefused, Registry
 from tests.unit.coordinator.cluster.test_registry import hello, join
 
