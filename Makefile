@@ -9,8 +9,9 @@ TYPES := $(BIN)/mypy --no-error-summary && $(BIN)/lint-imports --no-logo
 SITE  := $(BIN)/python -m sphinx -q --fail-on-warning --keep-going -b html docs build/docs
 # Compiled modules are kept: tests start hundreds of interpreters, and each would compile all of ours again.
 unexport PYTHONDONTWRITEBYTECODE
-# A quiet pip that still shows errors.
-PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
+# A quiet pip that still shows errors. It compiles nothing: modules are compiled when they are first imported, and most of
+# torch's and transformers' never are.
+PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install --no-compile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -112,6 +113,7 @@ $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard comm
 	@$(PIP) -e . -c constraints.txt
 	@ls common/kernels/cpu/*.so >/dev/null 2>&1 || \
 	    echo "no C compiler: Tandem works, but decodes more slowly (Debian: apt install gcc libc6-dev, then make clean install)"
+	@$(BIN)/python -c 'import coordinator.app, common.engine.runner' # compiled now, not at the first start
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
