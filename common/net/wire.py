@@ -3,14 +3,16 @@
 A message is MessagePack, never pickle, and carries no class names or module paths. Its XXH3-64 digest comes first: a
 flipped bit in a prompt or a token would be an unnoticed wrong answer, and TCP's checksum misses some. The package
 msgpack unpacks bytes under the limits below, and msgspec converts the result strictly into a type of
-:mod:`common.net.messages`. Extension types and timestamps are refused, nesting is bounded by msgpack's stack, and what
-a message can make its reader allocate is bounded by its size and by MAX_CONTAINERS. Every defect raises
+:mod:`common.net.messages`. Extension types and timestamps are refused. Nothing is built of a message that ends before
+all that its headers announce, since arrays are allocated by their headers; so a message makes its reader allocate at
+most a small multiple of its size, and at most MAX_CONTAINERS arrays and maps. Every defect raises
 :class:`~common.core.errors.WireError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import msgpack
@@ -37,14 +39,14 @@ MAX_CONTAINERS = 1 << 13
 """Most arrays and maps in a message of more than UNCOUNTED_BYTES. An empty one takes one byte of a message and 64 bytes
 of memory. A report of MAX_SPANS tokens with logprobs has two for each token."""
 UNCOUNTED_BYTES = 64 << 10
-"""Counting calls Python for each container, so the containers of smaller messages are not counted."""
-_AS_THEY_ARE = (bytes,)
-"""Types that need no conversion for msgpack."""
+"""Smaller messages are not counted: counting costs a Python call per container."""
+_NATIVE_TYPES = (bytes,)
+"""Types that msgpack packs itself."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Encode one message: its digest, then MessagePack."""
-    plain = msgspec.to_builtins(message, builtin_types=_AS_THEY_ARE)
+    plain = msgspec.to_builtins(message, builtin_types=_NATIVE_TYPES)
     return seal(msgpack.packb(plain))
 
 
@@ -69,21 +71,36 @@ def decode(data: bytes | memoryview, kind: Any, max_bytes: int = MAX_MESSAGE_BYT
         raise WireError(f"a message has {len(data)} bytes, {max_bytes} are allowed")
     count = _container_count() if len(packed) > UNCOUNTED_BYTES else None
     try:
+        _require_complete(packed)
         plain = msgpack.unpackb(
             packed,
             strict_map_key=False,  # logit biases are keyed by token id; convert checks the type of every key
             list_hook=count,
             object_hook=count,
             ext_hook=_refuse_extension,
-            max_array_len=min(MAX_ARRAY_ITEMS, len(packed)),  # arrays are allocated by what their header announces
+            max_array_len=MAX_ARRAY_ITEMS,
             max_map_len=MAX_MAP_ITEMS,
             max_str_len=MAX_STRING_BYTES,
             max_bin_len=max_bytes,
             max_ext_len=0,
         )
-        return msgspec.convert(plain, kind, builtin_types=_AS_THEY_ARE)
-    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise WireError(f"not a valid message: {error}") from error
+        return msgspec.convert((plain,), _box(kind), builtin_types=_NATIVE_TYPES).message
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError, msgpack.OutOfData) as error:
+        raise WireError(f"not a valid message: {error or type(error).__name__}") from error
+
+
+def _require_complete(packed: memoryview) -> None:
+    """Walk over a message without building anything of it; raises OutOfData if it ends too early, StackError if it is
+    nested too deeply."""
+    reader = msgpack.Unpacker(max_buffer_size=max(len(packed), 1))
+    reader.feed(packed)
+    reader.skip()
+
+
+@cache
+def _box(kind: Any) -> type[Any]:
+    """Return an array of one ``kind``. msgspec prepares a Struct for conversion once, but a union each time."""
+    return msgspec.defstruct("Box", [("message", kind)], array_like=True)
 
 
 def _container_count() -> Callable[[Any], Any]:

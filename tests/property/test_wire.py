@@ -76,6 +76,7 @@ from common.net.messages import (
 )
 from common.net.sockets import identity
 from common.net.wire import (
+    DIGEST_BYTES,
     MAX_ARRAY_ITEMS,
     MAX_CONTAINERS,
     MAX_HANDOFF_BYTES,
@@ -372,11 +373,13 @@ def test_random_bytes(data: bytes, kind: Any) -> None:
 @given(valid, unions, st.data())
 def test_truncated(data: bytes, kind: Any, draw: st.DataObject) -> None:
     refused(data[: draw.draw(st.integers(0, len(data) - 1))], kind)
+    refused(seal(unseal(data)[: draw.draw(st.integers(0, len(data) - DIGEST_BYTES - 1))]), kind)
 
 
 @given(valid, unions, st.binary(min_size=1, max_size=8))
 def test_trailing_bytes(data: bytes, kind: Any, tail: bytes) -> None:
     refused(data + tail, kind)
+    refused(seal(bytes(unseal(data)) + tail), kind)
 
 
 @settings(max_examples=300)
@@ -443,6 +446,17 @@ def _wide(items: int) -> bytes:
     return b"\xdd" + struct.pack(">I", items >> 10) + row * (items >> 10)
 
 
+def _biased(key: Any) -> bytes:
+    """A Generate whose logit bias has ``key`` in place of a token id."""
+
+    def swapped(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: 1.0}
+        return [swapped(each) for each in part] if isinstance(part, list | tuple) else part
+
+    return msgpack.packb(swapped(msgspec.to_builtins(Generate(_REQUEST, 1), builtin_types=(bytes,))))
+
+
 HOSTILE = {
     "empty": b"",
     "many small arrays": b"\xdc\x10\x00" + b"\x90" * (1 << 12),
@@ -464,6 +478,14 @@ HOSTILE = {
     "huge array header of choices": _COMMIT + b"\xdd\xff\xff\xff\xff\x01",
     "huge map header in a field": b"\x95\xa6timing\xc4\x10" + _ID + b"\x01\xdf\xff\xff\xff\xff",
     "nested headers of much": b"\xdc\x0f\xff" * 100,
+    "nested headers of much, as deep as the stack": b"\xdc\x0f\xff" * 1000,
+    "nested headers of much, deeper than the stack": b"\xdc\x0f\xff" * 1400,
+    "nested map headers of much": b"\xde\x0f\xff\xa1a" * 1000,
+    "trailing bytes": msgpack.packb(["abort", _ID, 1]) + b"\x00",
+    "a second message": msgpack.packb(["abort", _ID, 1]) * 2,
+    "number for a figure's name": msgpack.packb(["timing", _ID, 1, {1: 1.0}]),
+    **{f"{key!r} for a biased token": _biased(key) for key in ("7", 7.0, True, b"7", None)},
+    "bytes for a figure's name": msgpack.packb(["timing", _ID, 1, {b"a": 1.0}]),
     "map with arrays for keys": b"\x81\x91\x01\x01",
     "map with twice the same key": b"\x95\xa6timing\xc4\x10" + _ID + b"\x01\x82\xa1a\xc0\xa1a\xc0\xa0",
     "timestamp of 96 bits": b"\x92\xa6turned\xc7\x0c\xff" + bytes(12),
@@ -499,15 +521,20 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("kind", UNIONS, ids=["from worker", "to heart", "to worker", "to decode", "to prefill"])
 def test_hostile_bytes(name: str, kind: Any) -> None:
-    """Behind a right digest, as somebody who means it sends them; nothing is built of them before they are refused."""
+    """With a valid digest, as an attacker would send them; little is built of them before they are refused."""
     refused(HOSTILE[name], kind)
     data = seal(HOSTILE[name])
     tracemalloc.start()
     try:
         refused(data, kind)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        assert tracemalloc.get_traced_memory()[1] < (1 << 20) + 2 * len(data)
     finally:
         tracemalloc.stop()
+
+
+def test_a_bias_of_a_token_id_is_decoded() -> None:
+    """The messages with other keys in HOSTILE are right otherwise."""
+    assert decode(seal(_biased(7)), ToWorker).request.sampling.logit_bias == {7: 1.0}
 
 
 def test_too_large_a_message_is_refused_before_it_is_parsed() -> None:
@@ -575,7 +602,7 @@ def test_a_report_of_more_than_any_worker_says_is_refused_unread(data: bytes) ->
     tracemalloc.start()
     try:
         refused(seal(data), FromWorker)
-        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
 
