@@ -24,7 +24,7 @@ from common.core.request import GREEDY_BELOW, SamplingParams
 from common.core.sequence import TokenLogprobs
 from common.kernels import cpu
 
-_LARGEST = 1e30
+LARGEST = 1e30
 """Larger logits become this before the draw: a penalty may overflow to infinity, and a difference of infinities is
 NaN."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -193,7 +193,7 @@ def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Draw tokens, int64 [n], from ``logits`` [n, vocab] of rows with a temperature."""
     scaled = logits.float() / torch.tensor([row.sampling.temperature for row in rows])[:, None]
-    scaled.clamp_(max=_LARGEST)
+    scaled.clamp_(max=LARGEST)
     _cut_min_p(scaled, rows)
     _cut_top(scaled, rows)
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum_(dim=-1)
