@@ -41,7 +41,8 @@ UNSUMMED_BYTES = 16 << 20
 """Most bytes of one hand-off whose checksums are left until its first tokens are known; reading them then takes a few
 milliseconds."""
 ASKING_BYTES = 16 << 20
-"""Bytes beyond QUEUE_BYTES per peer for retransmissions of the oldest frame, which probe what the peer has received."""
+"""Bytes beyond QUEUE_BYTES per peer for retransmissions of the oldest frame, which show whether the peer still
+receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ class _Outgoing:
     seen: int = 0
 
     def stands_in_line(self) -> bool:
-        """Whether our oldest frame waits behind frames of others on the connection, and those have moved since last
-        time."""
+        """Whether our oldest frame is queued behind frames of other hand-offs, of which some were acknowledged since
+        the last check."""
         moved, self.seen = self.line.passed > self.seen, self.line.passed
         return moved and next(iter(self.ends.values()), 0) > self.line.passed
 

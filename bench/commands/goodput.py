@@ -3,8 +3,8 @@
 This is DistServe's definition of goodput: runs at several rates give a curve of attainment, and the rate at which it
 falls below the wanted share (90 %) is interpolated. Failed and rejected requests miss. Objectives are in ms, or
 multiples of what the same server does without load. Without ``--rates`` the rates are searched for: doubled until one
-fails, then halved in between on a logarithmic scale. A run whose answers take longer than its requests took to arrive
-says nothing about its rate: at that rate the queue would keep growing.
+fails, then halved in between on a logarithmic scale. A run that spends more time draining than
+sending does not show that its rate is sustained: at that rate the queue would keep growing.
 """
 
 from __future__ import annotations

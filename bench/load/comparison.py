@@ -150,7 +150,7 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
     if most < LITTLE:
         few = f"at most {most:.0%} of requests are" if most else "no request is"
         lines.append(
-            f"Do not disaggregate on the strength of this: {few} inside {objectives} with either system. "
+            f"This comparison gives no reason to disaggregate: {few} inside {objectives} with either system. "
             "The load is too high for these cores, or the objectives are too strict."
         )
     elif not together.figure("goodput").high and apart.figure("goodput").low:

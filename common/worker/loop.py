@@ -65,7 +65,7 @@ PUBLISH_S = 0.05
 cached prefixes. Announcing after every step would send a message per step, since some stream has nearly always just
 filled a block."""
 TRIAL_S = 5.0
-"""Deadline of a link trial. One that takes longer never ends: the peer was short of blocks, or is gone."""
+"""Deadline of a link trial. One that takes longer will not end: the peer was short of blocks, or is gone."""
 LONELY_S = 5.0
 """Interval between log lines of a worker that has not joined a coordinator."""
 
@@ -103,9 +103,9 @@ class WorkerSettings:
     data_address: str = "tcp://127.0.0.1:*"
     drain_timeout_s: float = 30.0
     ahead_bytes: int = 0
-    """Bytes of never-used blocks to pre-fault while idle (a page fault inside a step costs about 3 µs)."""
+    """Bytes of never-used blocks to pre-fault while idle; a page fault inside a step delays it."""
     supervised: bool = False
-    """Whether a launcher runs this worker; the coordinator's log, which reports joins, then stands beside this one."""
+    """Whether a launcher runs this worker. The coordinator's log, which reports joins, is then in the same terminal."""
 
 
 class Worker(abc.ABC):

@@ -1,7 +1,7 @@
 """Workers whose connection was closed and that may come back.
 
 Pure. A worker is first *losing*, until everything that it had sent is read, then *missing*, until it sends a new Hello
-or is declared dead. Owns both lists. Does not know sockets or requests, or who has to be told.
+or is declared dead. Owns both lists. Does not know sockets or requests, or which components react.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which requests are on which workers, and all that is booked for them there.
+"""Which requests are on which workers, and the capacity reserved for them there.
 
 Owns the index by worker, ``record.sent``, ``record.promise``, ``record.pair`` and ``record.excluded_pairs``. An
 assignment is entered in the router's ledger, the retry budget and the circuit breakers, and :meth:`Assignments.release`

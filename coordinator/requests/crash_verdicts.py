@@ -32,9 +32,8 @@ class CrashVerdicts:
         refuted."""
 
     def worker_missing(self, worker: WorkerHandle, records: Sequence[RequestRecord]) -> None:
-        """Retry the requests of a worker that may have crashed, and note which of them are suspected as the cause. A
-        worker that never answered the Ping sent before it got a request was dead by then, so that request is no
-        cause."""
+        """Retry the requests of a worker that may have crashed, and note which of them are suspected as the cause. Not
+        suspected are requests that a worker got after a Ping that it never answered: it had died before."""
         dead_before = {record.id for record in records if self._pings.dead_before(worker, record)}
         suspects = [each for each in records if each.id not in dead_before and each.progress.on_worker_lost(worker.id)]
         if suspects:

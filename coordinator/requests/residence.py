@@ -48,7 +48,7 @@ class Residence:
         self._seen.append(seconds)
 
     def forecast(self, running: Iterable[Running]) -> Iterator[float]:
-        """Yield, for the first place, the second and so on without end, in how many seconds it frees. The values never
+        """Yield, without end, the seconds until the next place frees, in ascending order. The values never
         decrease. If ``running`` is empty, one place is assumed, just taken by the longest request measured."""
         seen = sorted(self._seen)
         if len(seen) < ENOUGH:

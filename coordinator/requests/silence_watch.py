@@ -30,7 +30,7 @@ worker's longest steps is retried on another worker, unless its worker lists it 
 
 
 class SilenceWatch:
-    """Retries the requests that a live worker has lost or does not go on with."""
+    """Retries the requests that a live worker has lost or has stopped serving."""
 
     def __init__(self, gateway: Gateway, assignments: Assignments, recovery: Recovery) -> None:
         self._gateway, self._assignments, self._recovery = gateway, assignments, recovery
