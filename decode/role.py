@@ -63,6 +63,8 @@ class _AttemptRecord:
 class DecodeWorker(Worker):
     """Serves ``Reserve`` and ``Generate``; see the module's docstring."""
 
+    overlaps = True
+
     def open_links(self) -> None:
         self._records: dict[TransferId, _AttemptRecord] = {}
         self._unstarted: set[TransferId] = set()
@@ -70,7 +72,6 @@ class DecodeWorker(Worker):
         self._output_history = OutputHistory()
         self.reservations = Reservations(self.cache)
         self.chunks = ChunkBudget()
-        self._batch = Batch((), ())
         self._short_since = math.inf
         """The time since which prompts to be computed here have waited for blocks; infinity if none wait."""
         self.receiver = Receiver(
@@ -273,7 +274,6 @@ class DecodeWorker(Worker):
         return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
     def before_step(self, batch: Batch, now: float) -> None:
-        self._batch = batch
         if self.step_times.longest:
             self.receiver.away(self.step_times.expect(batch.length, batch.attended))
         for segment in batch.segments if self._unstarted else ():
@@ -286,8 +286,8 @@ class DecodeWorker(Worker):
                     waited_ms = (now - record.landed_at) * 1000
                     self._time(segment.sequence, {**record.figures, "decode_wait_ms": waited_ms})
 
-    def sampled(self, samples: list[Sampled], now: float) -> None:
-        self.chunks.took(self._batch, self.step_times.last)
+    def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
+        self.chunks.took(batch, self.step_times.last)
         writer = TokenSpanEncoder()
         for sample in samples:
             sequence = sample.sequence

@@ -164,7 +164,7 @@ class PrefillWorker(Worker):
             self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
         self._pump(now)
 
-    def sampled(self, samples: list[Sampled], now: float) -> None:
+    def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
         """Send the first tokens of completed prompts to the coordinator before anything else, then hand over the KV."""
         writer = TokenSpanEncoder()
         ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []

@@ -84,6 +84,11 @@ def transfer_holder(transfer: TransferId) -> Holder:
     return Holder(f"xfer:{transfer}")
 
 
+def step_holder(number: int) -> Holder:
+    """The holder of blocks whose sequence has left while launched steps may still touch them."""
+    return Holder(f"step:{number}")
+
+
 def pack_tokens(tokens: Iterable[int]) -> bytes:
     """Pack token ids for the wire, as little-endian uint32."""
     packed = array("I", tokens)

@@ -71,6 +71,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def ends_with_next(self) -> bool:
+        """Whether the next token is the last one that the request asks for, whatever it is."""
+        return len(self.tokens) + 1 >= self._last_length
+
+    @property
     def choices(self) -> tuple[int, ...]:
         """The choices that are sampled from this sequence's next row."""
         return tuple(range(self.siblings + 1)) if self.siblings else (self.choice,)

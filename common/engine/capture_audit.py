@@ -122,7 +122,7 @@ def audit(step: Callable[[], object]) -> list[Blocker]:
     """
     with _Watch() as watch:
         step()
-    return [Blocker(*key, times) for key, times in watch.found.items()]
+    return [Blocker(why, operation, place, times) for (why, operation, place), times in watch.found.items()]
 
 
 # -- expert layers ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.core.sequence import Sequence as Tokens
 from common.engine.batch import FlatStep, flatten, rows_to_sample
 from common.engine.decoder import FusedDecoder, find_decoder
+from common.engine.launched import Launch
 from common.engine.sampler import peaks, sample
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
@@ -81,6 +82,8 @@ class ModelEngine:
         self.layout: KvLayout = store.layout
         self.fingerprint, self.vocab_size, self.max_model_len = fingerprint, vocab_size, max_model_len
         self.on_layer: Callable[[int], None] | None = None
+        self.launch: Launch | None = None
+        """Starts a decode step without waiting for its tokens, where CUDA graphs are captured."""
         self.notes: list[str] = []
         self.warm_up_rows = WARM_UP_ROWS
         self.max_num_seqs = 1

@@ -84,6 +84,8 @@ class Planner:
         if max_tokens < max_sequences:
             raise ValueError(f"a budget of {max_tokens} tokens cannot hold {max_sequences} sequences of one token each")
         self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
+        self.release: Callable[[BlockTable], None] = cache.close
+        """Returns the blocks of a sequence that is over to the pool; later, if launched steps may still touch them."""
         self.preemptions = 0
         self.queried_tokens = self.hit_tokens = 0
         """Tokens of all sequences admitted for the first time, and how many of them the prefix cache had."""
@@ -181,7 +183,7 @@ class Planner:
         """Remove a sequence that is over and return its blocks to the pool (cached ones stay findable)."""
         entry = self._remove(sequence.id)
         if entry.table is not None:
-            self.cache.close(entry.table)
+            self.release(entry.table)
 
     def detach(self, sequence: Sequence, holder: Holder) -> BlockTable:
         """Remove a sequence but keep its blocks, under ``holder``; return its table."""
@@ -207,18 +209,42 @@ class Planner:
         self._plan_waiting(step, budget)
         return Batch(tuple(step.segments), tuple(step.tables)) if step.segments else None
 
+    def plan_ahead(self, launched: Batch) -> Batch | None:
+        """Return the decode step to launch behind ``launched``, whose tokens are not known yet; None if these must be
+        read first: a prompt waits or is computed, blocks are short, or there is nothing to compute.
+
+        A segment that starts at the end of its sequence's known tokens computes the token that ``launched`` samples for
+        it. A sequence whose last token that is has no segment. No sequence is parked: what it holds is in use."""
+        if self._waiting or any(entry.sequence.missing > 1 or entry.sequence.siblings for entry in self._running):
+            return None
+        ends = {segment.sequence: segment.end for segment in launched.segments}
+        ready = [e for e in self._running if e.sequence not in ends or not e.sequence.ends_with_next]
+        segments, tables = list[Segment](), list[Seq[BlockId]]()
+        for entry in self._next_in_turn(ready):
+            segment = Segment(entry.sequence, ends.get(entry.sequence, entry.sequence.computed), 1)
+            table = self.table(entry.sequence)
+            try:
+                self.cache.grow(table, segment.end)
+            except OutOfBlocks:
+                return None
+            segments.append(segment)
+            tables.append(table.blocks)
+            self._turns += 1
+            entry.turn = self._turns
+        return Batch(tuple(segments), tuple(tables)) if segments else None
+
     def complete(self, batch: Batch, result: StepResult) -> list[Sampled]:
         """Record a finished step: count its tokens as computed, publish full blocks to the prefix cache, and return the
         sampled tokens.
 
-        Segments with an error are skipped: the caller finishes those sequences.
+        Segments of sequences that have left since are skipped, and segments with an error: the caller finishes those.
         """
         sampled: list[Sampled] = []
         for index, segment in enumerate(batch.segments):
-            entry = self._entries.get(segment.sequence.id)
-            if entry is None or entry.table is None or index in result.errors:
-                continue
             sequence = segment.sequence
+            entry = self._entries.get(sequence.id)
+            if entry is None or entry.table is None or entry.sequence is not sequence or index in result.errors:
+                continue
             sequence.computed = segment.end
             self.cache.publish(entry.table, sequence.tokens, sequence.computed)
             if result.tokens[index]:

@@ -24,6 +24,7 @@ from common.core.errors import OutOfBlocks, StartError, WireError
 from common.core.ids import MAX_ATTEMPT, TransferId, max_token, transfer_holder, unpack_transfers
 from common.core.request import Request
 from common.core.sequence import Batch, Sequence, StepResult
+from common.engine.launched import Launch
 from common.engine.scheduler import Planner, Sampled
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
@@ -48,6 +49,7 @@ from common.net.messages import (
 from common.net.sockets import Channels
 from common.platform.core_lease import CoreLease
 from common.worker.membership import Membership, Snapshot
+from common.worker.overlap import Overlap
 from common.worker.step_times import StepTimeEstimator
 
 log = logging.getLogger("tandem.worker")
@@ -89,6 +91,9 @@ class Engine(Protocol):
         """Copy whole KV blocks; called before the step that reads the targets."""
         ...
 
+    launch: Launch | None
+    """Starts a step without waiting for its tokens; None on devices that compute while Python waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
@@ -110,6 +115,9 @@ class WorkerSettings:
 
 class Worker(abc.ABC):
     """Planner, cache and membership around one engine; a subclass adds what its role does with messages and tokens."""
+
+    overlaps = False
+    """Whether a step may be launched before the tokens of the last one are read, if the engine can."""
 
     def __init__(
         self, engine: Engine, settings: WorkerSettings, hello: Hello, channels: Channels | None = None
@@ -145,6 +153,8 @@ class Worker(abc.ABC):
         self._lease_s = self._leased_until = math.inf
         self._unlisted: set[TransferId] = set()
         self._stopped = False
+        self._overlap = Overlap(self, engine.launch) if self.overlaps and engine.launch is not None else None
+        self._advance = self._plan_and_run if self._overlap is None else self._overlap.advance
         self.open_links()
         self.membership = Membership(self.channels, settings.coordinator, self.introduce(hello))
 
@@ -190,8 +200,8 @@ class Worker(abc.ABC):
         """Record that ``batch`` is about to be computed."""
 
     @abc.abstractmethod
-    def sampled(self, samples: list[Sampled], now: float) -> None:
-        """Append the sampled tokens to their sequences and send them on."""
+    def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
+        """Append the tokens sampled in ``batch`` to their sequences and send them on."""
 
     @abc.abstractmethod
     def abort(self, transfer: TransferId) -> None:
@@ -236,15 +246,13 @@ class Worker(abc.ABC):
         self.move_kv(self.clock())
         self._reap()
         self._sweep(self.clock())
-        batch = self.plan()
-        if batch is not None:
-            self._step(batch)
+        stepped = self._advance()
         done = self.clock()
-        if batch is None or done - self._published_at >= PUBLISH_S:
+        if not stepped or done - self._published_at >= PUBLISH_S:
             self._published_at = done
             self._publish()
         self.membership.turning_since = None
-        if batch is not None or self.more_to_move():
+        if stepped or self.more_to_move():
             return 0.0
         if self.holdings():
             return self.rest_s()
@@ -475,7 +483,15 @@ class Worker(abc.ABC):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: Batch) -> None:
+    def _plan_and_run(self) -> bool:
+        """Run one step if there is anything to compute; return whether there was."""
+        batch = self.plan()
+        if batch is not None:
+            self.run_step(batch)
+        return batch is not None
+
+    def run_step(self, batch: Batch) -> None:
+        """Compute ``batch`` and take in its tokens."""
         now, length, attended = self.clock(), batch.length, batch.attended
         self.before_step(batch, now)
         self.membership.expected_s = self.step_times.expect(length, attended)
@@ -485,6 +501,10 @@ class Worker(abc.ABC):
         stood_still_s += self.membership.stood_still_s()  # time in which the process was stopped is not compute time
         helped_s += self._helped_s()  # count what borrowed cores saved: the next step may have none
         self.step_times.took(length, attended, max(0.0, self.clock() - now - stood_still_s + helped_s))
+        self.take_in(batch, result)
+
+    def take_in(self, batch: Batch, result: StepResult) -> None:
+        """Give the tokens of a finished step to their sequences, and fail the requests that failed in it."""
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -493,10 +513,10 @@ class Worker(abc.ABC):
                 self.fail(sequence.id.transfer, "engine_error", "the model failed on this request", retriable=True)
         if result.errors:
             samples = [sample for sample in samples if sample.sequence.id in self.planner]
-        self.sampled(samples, self.clock())
+        self.sampled(batch, samples, self.clock())
         self.count("steps")
         self.count("step_seconds", result.seconds)
-        self.count("step_tokens", length)
+        self.count("step_tokens", batch.length)
 
     def _helped_s(self) -> float:
         """Return how many seconds longer this worker would have computed, in all so far, without borrowed cores."""
@@ -575,6 +595,8 @@ class Worker(abc.ABC):
         """Drop everything, send Goodbye, and leave no socket or thread behind. After a crash no Goodbye is sent: it
         would clear this worker's requests of the suspicion that one of them caused the crash."""
         self._drop_all()
+        if self._overlap is not None and not crashed:
+            self._overlap.settle()
         reason = "drained" if self.draining_until else "stopped"
         self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
         self.close_links()

@@ -127,8 +127,8 @@ def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: Cor
     worker.planner.add(Sequence(request, 0))
     batch = worker.planner.plan()
     assert batch is not None
-    worker.sampled = lambda samples, now: None  # type: ignore[method-assign]
-    worker._step(batch)
+    worker.sampled = lambda batch, samples, now: None  # type: ignore[method-assign]
+    worker.run_step(batch)
     assert 0.3 <= worker.step_times.last < 0.4
     worker.cores.borrowed_s = float
     worker.planner.finish(batch.segments[0].sequence)
