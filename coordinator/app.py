@@ -148,7 +148,7 @@ async def running(
     metrics.load = lambda: Load(len(dispatcher.records) - admission.requests, admission.requests)
     metrics.bad_messages = lambda: gateway.bad_messages
     metrics.open_breakers = lambda: router.breakers.open
-    metrics.cut_off_peers = lambda: gateway.strikes.cut_off
+    metrics.cut_off_peers = lambda: gateway.ban_list.cut_off
     dispatcher.start()
     try:
         with contextlib.closing(_LagSampler(metrics.loop_lag)):

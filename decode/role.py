@@ -101,7 +101,7 @@ class DecodeWorker(Worker):
         return self.receiver.stale_frames
 
     def cut_off_peers(self) -> int:
-        return self.receiver.strikes.cut_off
+        return self.receiver.ban_list.cut_off
 
     def waiting(self) -> int:
         return self.planner.waiting + len(self.reservations)

@@ -38,7 +38,7 @@ def _span_tokens(layout: KvLayout, target_bytes: int) -> int:
     return max(1, layout.block_size // parts)
 
 
-class Outbox:
+class SendPlan:
     """Turns progress into rectangles to send: each cell exactly once, and within a layer in token order."""
 
     def __init__(self, layout: KvLayout, have: int, total: int, target_bytes: int = TARGET_BYTES) -> None:

@@ -69,12 +69,12 @@ class TransferFailed:
 @dataclass(slots=True)
 class _Early:
     """An Open ``said`` by ``peer`` (a socket identity) without a reservation yet, last received ``at`` (seconds).
-    ``told_ms`` as in :class:`_Incoming`."""
+    ``sent_step_ms`` as in :class:`_Incoming`."""
 
     peer: bytes
     said: Open
     at: float
-    told_ms: int = 0
+    sent_step_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ class _Incoming:
 
     ``table``: the reserved blocks. ``token``: the secret that proves the sender. ``peer``: the socket identity of the
     sender, b"" until its Open (``announced``) has arrived. ``link``: set once the sender's pool is connected; then the
-    hand-off is granted. ``told_ms``: the step duration last sent to the sender. ``pulls``: frames in order, the first
-    of which is being read. ``commit``: a Commit that arrived behind them. ``acknowledged_bytes``: how many of the
+    hand-off is granted. ``sent_step_ms``: the step duration last sent to the sender. ``pulls``: frames in order, the
+    first of which is being read. ``commit``: a Commit that arrived behind them. ``acknowledged_bytes``: how many of the
     placed bytes were acknowledged."""
 
     session: ReceiverSession
@@ -93,7 +93,7 @@ class _Incoming:
     peer: bytes = b""
     announced: Open | None = None
     link: ReceiveLink | None = None
-    told_ms: int = 0
+    sent_step_ms: int = 0
     pulls: deque[tuple[FrameHeader, memoryview]] = field(default_factory=deque)
     commit: Commit | None = None
     acknowledged_bytes: int = 0
@@ -131,7 +131,7 @@ class Receiver:
         self.step_s = 0.0
         """Duration in seconds of the worker's longest steps. The receiver answers nothing during a step."""
         self.bad_messages = 0
-        self.strikes = PeerBanList()
+        self.ban_list = PeerBanList()
         self.stale_frames = 0
 
     def __len__(self) -> int:
@@ -191,7 +191,7 @@ class Receiver:
             if not parts:
                 continue
             peer = parts[0].bytes
-            if self.strikes.out(peer):
+            if self.ban_list.out(peer):
                 self.bad_messages += 1
                 continue
             try:
@@ -215,7 +215,7 @@ class Receiver:
         waiting: list[tuple[TransferId, _Early | _Incoming]] = [*self._early.items()]
         waiting += [(id, each) for id, each in self._incoming.items() if each.peer and not self._settled(each)]
         for transfer, sender in waiting:
-            if sender.told_ms < int(step_s * 1000):
+            if sender.sent_step_ms < int(step_s * 1000):
                 self._heard(transfer, sender)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class Receiver:
     def _bad(self, peer: bytes, why: str) -> None:
         """Count an invalid message against a peer. The third one bans the peer, and its hand-offs fail."""
         self.bad_messages += 1
-        if self.strikes.strike(peer):
+        if self.ban_list.strike(peer):
             log.warning("prefill peer %r is banned; the last of its bad messages: %s", peer[:64], why)
             for incoming in [each for each in self._incoming.values() if each.peer == peer]:
                 self._fail(incoming, TransferState.FAILED, "the sender's messages make no sense")
@@ -318,15 +318,15 @@ class Receiver:
         if link is None:
             self._heard(transfer, incoming)
             return
-        incoming.told_ms = int(self.step_s * 1000)
+        incoming.sent_step_ms = int(self.step_s * 1000)
         shown = proof(incoming.token, transfer, "grant")
         credit = self.credit.open(transfer, incoming.peer)
-        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, credit, incoming.told_ms, shown)
+        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, credit, incoming.sent_step_ms, shown)
         self._reply(incoming.peer, grant)
 
     def _heard(self, transfer: TransferId, sender: _Early | _Incoming) -> None:
-        sender.told_ms = int(self.step_s * 1000)
-        self._reply(sender.peer, Heard(transfer.request, transfer.attempt, sender.told_ms))
+        sender.sent_step_ms = int(self.step_s * 1000)
+        self._reply(sender.peer, Heard(transfer.request, transfer.attempt, sender.sent_step_ms))
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
         incoming = self._incoming.get(header.transfer)
@@ -469,7 +469,7 @@ class Receiver:
     def reading(self) -> bool:
         """Whether a read of a sender's pool is under way. Its completion does not wake the worker's poll, so the worker
         must check for it."""
-        return self._sources.knocking or any(incoming.pulls for incoming in self._incoming.values())
+        return self._sources.connecting or any(incoming.pulls for incoming in self._incoming.values())
 
     def _uses(self) -> Iterator[tuple[SourcePool, float]]:
         for incoming in self._incoming.values():

@@ -2,7 +2,7 @@
 
 The worker opens a transfer when a prompt arrives, reports progress after each layer, and finishes the transfer with the
 first tokens. :meth:`Sender.pump` never blocks. It returns the transfers that ended, as :class:`Shipped` or
-:class:`Lost`. The worker must hold the source blocks until then.
+:class:`SendFailed`. The worker must hold the source blocks until then.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Shipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class SendFailed:
     """The transfer ended without being accepted. ``cancelled_by_peer``: by decode, which reports that itself."""
 
     transfer: TransferId
@@ -78,7 +78,7 @@ class Lost:
 
 
 @dataclass(slots=True)
-class _Line:
+class _PeerConnection:
     """The connection to one decode incarnation.
 
     ``handed`` counts the payload bytes given to the socket, ``passed`` those known to have arrived: a connection keeps
@@ -107,11 +107,12 @@ class _Line:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """One hand-off. ``ends``: per unacknowledged frame, ``line.handed`` just after it was first sent. ``seen``:
-    ``line.passed`` when the timers last ran. ``commit_due``: send Commit (again) behind the frames that are due."""
+    """One hand-off. ``ends``: per unacknowledged frame, ``connection.handed`` just after it was first sent. ``seen``:
+    ``connection.passed`` when the timers last ran. ``commit_due``: send Commit (again) behind the frames that are
+    due."""
 
     session: SenderSession
-    line: _Line
+    connection: _PeerConnection
     table: Sequence[BlockId]
     token: bytes
     first: FirstTokens | None = None
@@ -120,16 +121,16 @@ class _Outgoing:
     ends: dict[int, int] = field(default_factory=dict)
     seen: int = 0
 
-    def stands_in_line(self) -> bool:
+    def queued_behind_others(self) -> bool:
         """Whether our oldest frame is queued behind frames of other hand-offs, of which some were acknowledged since
         the last check."""
-        moved, self.seen = self.line.passed > self.seen, self.line.passed
-        return moved and next(iter(self.ends.values()), 0) > self.line.passed
+        moved, self.seen = self.connection.passed > self.seen, self.connection.passed
+        return moved and next(iter(self.ends.values()), 0) > self.connection.passed
 
     def passed(self, frame: int) -> None:
         """Record that frames up to ``frame`` (inclusive) have arrived."""
         while self.ends and (number := next(iter(self.ends))) <= frame:
-            self.line.pass_on(self.ends.pop(number))
+            self.connection.pass_on(self.ends.pop(number))
 
 
 class Sender:
@@ -165,14 +166,14 @@ class Sender:
         }
         if self._nixl is not None:
             self._links[nixl.NAME] = PullSendLink(nixl.NAME, memory)
-        self._lines: dict[Incarnation, _Line] = {}
+        self._connections: dict[Incarnation, _PeerConnection] = {}
         self._outgoing: dict[TransferId, _Outgoing] = {}
-        self._ended: list[Shipped | Lost] = []
+        self._ended: list[Shipped | SendFailed] = []
         self._until = math.inf
         self.behind = False
         """Whether the last :meth:`pump` ran out of time with more to send."""
         self.bad_messages = 0
-        self.strikes = PeerBanList()
+        self.ban_list = PeerBanList()
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -194,10 +195,10 @@ class Sender:
     def open(self, transfer: TransferId, peer: Peer, tokens: int, table: Sequence[BlockId], now: float) -> None:
         """Announce a hand-off of ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must be held until
         the hand-off ends. Raises WireError if ``peer`` is banned."""
-        if self.strikes.out(peer.incarnation):
+        if self.ban_list.out(peer.incarnation):
             raise WireError(f"{peer.name} is banned: its messages made no sense")
         session = SenderSession(transfer, self._memory.layout, tokens, now, self._limits)
-        self._outgoing[transfer] = _Outgoing(session, self._line(peer, now), table, peer.token)
+        self._outgoing[transfer] = _Outgoing(session, self._connection(peer, now), table, peer.token)
         self._announce(transfer, now)
 
     def computed(self, transfer: TransferId, table: Sequence[BlockId], tokens: int, layers: int, now: float) -> None:
@@ -225,13 +226,13 @@ class Sender:
         """Give a transfer up; :meth:`pump` will not return it. Unknown transfers are ignored."""
         if outgoing := self._outgoing.pop(transfer, None):
             outgoing.session.end(TransferState.CANCELLED, reason)
-            send(outgoing.line.socket, Cancel(transfer.request, transfer.attempt, reason))
+            send(outgoing.connection.socket, Cancel(transfer.request, transfer.attempt, reason))
 
-    def pump(self, now: float, budget_s: float = math.inf) -> list[Shipped | Lost]:
+    def pump(self, now: float, budget_s: float = math.inf) -> list[Shipped | SendFailed]:
         """Read the messages of decode workers, run all timers, then send what may be sent for about ``budget_s``
         seconds at most. Returns the transfers that ended."""
-        for line in list(self._lines.values()):
-            self._drain(line, now)
+        for connection in list(self._connections.values()):
+            self._drain(connection, now)
         for outgoing in list(self._outgoing.values()):
             self._tick(outgoing, now)
         self.behind, self._until = False, self._channels.clock() + budget_s
@@ -245,89 +246,89 @@ class Sender:
     def close(self) -> None:
         for transfer in list(self._outgoing):
             self.cancel(transfer, "the prefill worker stops")
-        for line in self._lines.values():
-            self._channels.unregister(line.socket)
-            line.socket.close(linger=200)  # so that the Cancel messages still leave
-        self._lines.clear()
+        for connection in self._connections.values():
+            self._channels.unregister(connection.socket)
+            connection.socket.close(linger=200)  # so that the Cancel messages still leave
+        self._connections.clear()
         for endpoint in (self._endpoint, self._nixl):
             if endpoint is not None:
                 endpoint.close()
 
     # -- sockets ------------------------------------------------------------------------------------------------------
 
-    def _line(self, peer: Peer, now: float) -> _Line:
-        line = self._lines.get(peer.incarnation)
-        if line is None:
+    def _connection(self, peer: Peer, now: float) -> _PeerConnection:
+        connection = self._connections.get(peer.incarnation)
+        if connection is None:
             # the identity names both ends: a connection to an earlier process at this address is a different peer
             name = f"{self._incarnation}|{peer.incarnation}|{self._secret}".encode()
             socket = self._channels.dealer(peer.address, name, to="decode")
             self._channels.register(socket)
-            line = self._lines[peer.incarnation] = _Line(socket, now, now, peer)
-        line.used_at = now
-        return line
+            connection = self._connections[peer.incarnation] = _PeerConnection(socket, now, now, peer)
+        connection.used_at = now
+        return connection
 
-    def _hang_up(self, line: _Line, now: float) -> None:
+    def _hang_up(self, connection: _PeerConnection, now: float) -> None:
         """Close the connection to a peer that hangs, with all that libzmq has queued for it. Its other hand-offs, which
         have not waited as long, get a new connection and retransmit what was in flight."""
-        if line.queued:  # else the worker may simply be gone
-            log.warning("decode worker %s is silent: dropping what is queued for it", line.peer.name)
-        self._close(line, linger_ms=0)
-        for outgoing in [each for each in self._outgoing.values() if each.line is line]:
-            outgoing.line = self._line(line.peer, now)
+        if connection.queued:  # else the worker may simply be gone
+            log.warning("decode worker %s is silent: dropping what is queued for it", connection.peer.name)
+        self._close(connection, linger_ms=0)
+        for outgoing in [each for each in self._outgoing.values() if each.connection is connection]:
+            outgoing.connection = self._connection(connection.peer, now)
             outgoing.ends.clear()
 
     def _close_idle(self, now: float) -> None:
         """Close connections without hand-offs, sooner if bytes may be queued for a peer that is gone."""
-        for line in list(self._lines.values()):
-            patience_s = self._limits.lease_s if line.queued else IDLE_SOCKET_S
-            unused = now - line.used_at > patience_s
-            if unused and not any(outgoing.line is line for outgoing in self._outgoing.values()):
-                self._close(line)
+        for connection in list(self._connections.values()):
+            patience_s = self._limits.lease_s if connection.queued else IDLE_SOCKET_S
+            unused = now - connection.used_at > patience_s
+            if unused and not any(outgoing.connection is connection for outgoing in self._outgoing.values()):
+                self._close(connection)
 
-    def _drain(self, line: _Line, now: float) -> None:
+    def _drain(self, connection: _PeerConnection, now: float) -> None:
         while True:
             try:
-                message = receive(line.socket, ToPrefill)
+                message = receive(connection.socket, ToPrefill)
             except Damaged:
                 self.bad_messages += 1
                 continue
             except WireError as error:
-                if self._bad(line, str(error)):
+                if self._bad(connection, str(error)):
                     return
                 continue
             if message is None:
                 return
-            line.used_at = line.heard_at = now
+            connection.used_at = connection.heard_at = now
             outgoing = self._outgoing.get(TransferId(message.request, message.attempt))
-            if outgoing is not None and outgoing.line is line:
+            if outgoing is not None and outgoing.connection is connection:
                 try:
                     self._handle(outgoing, message, now)
                 except WireError as error:
-                    self._bad(line, str(error))
-                if line.socket.closed:
+                    self._bad(connection, str(error))
+                if connection.socket.closed:
                     return
 
-    def _bad(self, line: _Line, why: str) -> bool:
+    def _bad(self, connection: _PeerConnection, why: str) -> bool:
         """Strike a peer for an invalid message. True if that bans it, which ends all hand-offs to it."""
         self.bad_messages += 1
-        if not self.strikes.strike(line.peer.incarnation):
+        if not self.ban_list.strike(connection.peer.incarnation):
             return False
-        log.warning("decode worker %s is banned; the last of its bad messages: %s", line.peer.name, why)
-        for outgoing in [each for each in self._outgoing.values() if each.line is line]:
+        log.warning("decode worker %s is banned; the last of its bad messages: %s", connection.peer.name, why)
+        for outgoing in [each for each in self._outgoing.values() if each.connection is connection]:
             self._lose(outgoing, "the decode worker sends messages that make no sense", cancelled_by_peer=False)
-        self._close(line)
+        self._close(connection)
         return True
 
-    def _close(self, line: _Line, linger_ms: int = 200) -> None:
-        self._channels.unregister(line.socket)
-        line.socket.close(linger=linger_ms)
-        del self._lines[line.peer.incarnation]
+    def _close(self, connection: _PeerConnection, linger_ms: int = 200) -> None:
+        self._channels.unregister(connection.socket)
+        connection.socket.close(linger=linger_ms)
+        del self._connections[connection.peer.incarnation]
 
     def _handle(self, outgoing: _Outgoing, message: Grant | Heard | Ack | Accept | Cancel, now: float) -> None:
         session = outgoing.session
         match message:
             case Grant() if not proves(message.proof, outgoing.token, session.transfer, "grant"):
-                self._bad(outgoing.line, "a Grant without a valid proof")
+                self._bad(outgoing.connection, "a Grant without a valid proof")
                 return
             case Grant():
                 if message.link not in self._links or self._transport not in ("auto", message.link):
@@ -375,13 +376,13 @@ class Sender:
             proof(outgoing.token, transfer, "open"),
             self._nixl.announcement if self._nixl else b"",
         )
-        send(outgoing.line.socket, message)
+        send(outgoing.connection.socket, message)
 
     def _push_in_turn(self, outgoing: _Outgoing, now: float) -> None:
         """Send, then move to the end of the queue if anything was sent: all get their turn even when time is short."""
-        transfer, before = outgoing.session.transfer, outgoing.line.handed
+        transfer, before = outgoing.session.transfer, outgoing.connection.handed
         self._push(outgoing, now)
-        if outgoing.line.handed > before:
+        if outgoing.connection.handed > before:
             self._outgoing[transfer] = self._outgoing.pop(transfer)
 
     def _push(self, outgoing: _Outgoing, now: float) -> None:
@@ -390,12 +391,12 @@ class Sender:
             if self._channels.clock() >= self._until:
                 self.behind = True
                 return
-            asks, before = session.repeats_oldest, outgoing.line.handed
+            asks, before = session.repeats_oldest, outgoing.connection.handed
             if (what := session.next_cells()) is None:
                 raise InvariantBroken(f"{session.transfer} was ready to send and has nothing to send")
             self._send_cells(outgoing, what)
             if asks:
-                outgoing.line.asked += outgoing.line.handed - before
+                outgoing.connection.asked += outgoing.connection.handed - before
         if outgoing.first is not None and session.may_commit():
             self._sum(outgoing)
             session.committed(now)
@@ -411,12 +412,12 @@ class Sender:
         """Whether more may be queued for this peer. A hand-off with nothing in flight may always send a frame, and so
         may retransmissions of its oldest frame, up to ASKING_BYTES: if frames were lost, only these can drain the
         queue."""
-        line, session = outgoing.line, outgoing.session
-        if session.repeats_oldest and line.asked < ASKING_BYTES:
+        connection, session = outgoing.connection, outgoing.session
+        if session.repeats_oldest and connection.asked < ASKING_BYTES:
             return True
         if not session.unacked_bytes:
             return True
-        return line.queued < self._queue_bytes - sum(each.queued for each in self._lines.values())
+        return connection.queued < self._queue_bytes - sum(each.queued for each in self._connections.values())
 
     def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
         cells = what.cells if isinstance(what, FrameHeader) else what
@@ -425,11 +426,11 @@ class Sender:
         header = what if isinstance(what, FrameHeader) else session.sent(what, size, checksum)
         # libzmq copies small parts faster than it tracks them; large ones must not be copied again. If its queue is
         # full, the frame stays unacknowledged and the timer retransmits it
-        line = outgoing.line
+        connection = outgoing.connection
         with contextlib.suppress(zmq.Again):
-            line.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
-            line.handed += memoryview(payload).nbytes
-            outgoing.ends.setdefault(header.number, line.handed)
+            connection.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
+            connection.handed += memoryview(payload).nbytes
+            outgoing.ends.setdefault(header.number, connection.handed)
         self._sum(outgoing, UNSUMMED_BYTES)
 
     def _sum(self, outgoing: _Outgoing, but_bytes: int = 0) -> None:
@@ -458,20 +459,20 @@ class Sender:
             first.logprobs,
             first.figures,
         )
-        send(outgoing.line.socket, proven(commit, outgoing.token))
+        send(outgoing.connection.socket, proven(commit, outgoing.token))
 
     # -- endings and timers -------------------------------------------------------------------------------------------
 
     def _tick(self, outgoing: _Outgoing, now: float) -> None:
         session = outgoing.session
-        if outgoing.stands_in_line():
+        if outgoing.queued_behind_others():
             session.waited(now)
         if session.tick(now):
             outgoing.commit_due = True
         if session.state is TransferState.EXPIRED:
             self._lose(outgoing, session.why_ended, cancelled_by_peer=False)
-            if outgoing.line.heard_at <= session.progress_at:
-                self._hang_up(outgoing.line, now)
+            if outgoing.connection.heard_at <= session.progress_at:
+                self._hang_up(outgoing.connection, now)
             return
         self._announce(session.transfer, now)
 
@@ -482,12 +483,12 @@ class Sender:
         exposed = max(0.0, session.accepted_at - max(outgoing.finished_at, session.granted_at))
         self._ended.append(Shipped(session.transfer, session.link, session.bytes, seconds, exposed))
         session.move(TransferState.RELEASED)
-        send(outgoing.line.socket, Released(session.transfer.request, session.transfer.attempt))
+        send(outgoing.connection.socket, Released(session.transfer.request, session.transfer.attempt))
 
     def _lose(self, outgoing: _Outgoing, reason: str, *, cancelled_by_peer: bool) -> None:
         session = outgoing.session
         del self._outgoing[session.transfer]
         session.end(TransferState.CANCELLED if cancelled_by_peer else TransferState.FAILED, reason)
         if not cancelled_by_peer:
-            send(outgoing.line.socket, Cancel(session.transfer.request, session.transfer.attempt, reason))
-        self._ended.append(Lost(session.transfer, reason, cancelled_by_peer))
+            send(outgoing.connection.socket, Cancel(session.transfer.request, session.transfer.attempt, reason))
+        self._ended.append(SendFailed(session.transfer, reason, cancelled_by_peer))

@@ -25,7 +25,7 @@ from common.core.timeouts import FailureTimes
 from common.kv.layout import KvLayout
 from common.net.messages import Commit, Welcome
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, fold
-from kvtransfer.plan import TARGET_BYTES, Outbox
+from kvtransfer.plan import TARGET_BYTES, SendPlan
 
 
 class TransferState(Enum):
@@ -133,7 +133,7 @@ class SenderSession(Session):
         self.link = ""
         self.limit_bytes = 0
         self.granted_at = self.accepted_at = 0.0
-        self._outbox: Outbox | None = None
+        self._send_plan: SendPlan | None = None
         self._progress = (0, 0)  # tokens, layers computed
         self._unacked: deque[FrameHeader] = deque()
         self.unsummed: deque[FrameHeader] = deque()
@@ -173,32 +173,32 @@ class SenderSession(Session):
         self.move(TransferState.SENDING)
         self.have, self.link, self.limit_bytes = have, link, credit_bytes
         self.granted_at = self.progress_at = now
-        self._outbox = Outbox(self.layout, have, self.tokens, grain * self.limits.frame_bytes)
-        self._outbox.computed(*self._progress)
+        self._send_plan = SendPlan(self.layout, have, self.tokens, grain * self.limits.frame_bytes)
+        self._send_plan.computed(*self._progress)
 
     def computed(self, tokens: int, layers: int) -> None:
         """Record that layers ``[0, layers)`` of the tokens ``[0, tokens)`` are in the source blocks."""
         self._progress = (tokens, layers)
-        if self._outbox is not None:
-            self._outbox.computed(tokens, layers)
+        if self._send_plan is not None:
+            self._send_plan.computed(tokens, layers)
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`next_cells` would return something."""
         if self._again and self.state in (TransferState.SENDING, TransferState.COMMITTING):
             return True
-        if self.state is not TransferState.SENDING or self._outbox is None:
+        if self.state is not TransferState.SENDING or self._send_plan is None:
             return False
         if self._unacked and self.bytes >= self.limit_bytes:
             return False  # even without credit one frame may be in flight
-        return self._outbox.ready
+        return self._send_plan.ready
 
     def next_cells(self) -> Rectangle | FrameHeader | None:
         """Return what to send next: the cells of a new frame (the caller then calls :meth:`sent`), the header of a
         frame to retransmit, or None."""
-        if not self.ready or self._outbox is None:
+        if not self.ready or self._send_plan is None:
             return None
-        return self._again.popleft() if self._again else self._outbox.next()
+        return self._again.popleft() if self._again else self._send_plan.next()
 
     @property
     def repeats_oldest(self) -> bool:
@@ -242,7 +242,7 @@ class SenderSession(Session):
     def may_commit(self) -> bool:
         """Return whether every cell has been sent. Before it sends Commit, the caller also needs the first tokens and
         the checksums of the ``unsummed`` frames."""
-        return self.state is TransferState.SENDING and self._outbox is not None and self._outbox.complete
+        return self.state is TransferState.SENDING and self._send_plan is not None and self._send_plan.complete
 
     def committed(self, now: float) -> None:
         """Record that Commit is sent. All checksums must be known."""

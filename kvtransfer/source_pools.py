@@ -81,7 +81,7 @@ class Sources:
                 self._look(key, source, now)
 
     @property
-    def knocking(self) -> bool:
+    def connecting(self) -> bool:
         """Whether a connection is pending whose completion wakes no poll."""
         return any(isinstance(source.connection, nixl.NixlPoolConnection) for source in self._sources.values())
 

@@ -31,7 +31,7 @@ from common.net.messages import Abort, Measure, Measured, Peer, Prefill, Resend,
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
 from common.worker.token_spans import TokenSpanEncoder, stop_id, to_wire
-from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
+from kvtransfer.sender import FirstTokens, Sender, SendFailed, Shipped
 from kvtransfer.session import TransferLimits
 
 log = logging.getLogger("tandem.prefill")
@@ -65,7 +65,7 @@ class PrefillWorker(Worker):
         self._last_pair: dict[TransferId, Incarnation] = {}
         """Link trials, and the decode worker to which each goes."""
         self._batch = Batch((), ())
-        self._ended: list[Shipped | Lost] = []
+        self._ended: list[Shipped | SendFailed] = []
         self._output_history = OutputHistory()
         self._looked_at = 0.0
         self.sender = Sender(
@@ -90,7 +90,7 @@ class PrefillWorker(Worker):
         return self.sender.bad_messages
 
     def cut_off_peers(self) -> int:
-        return self.sender.strikes.cut_off
+        return self.sender.ban_list.cut_off
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class PrefillWorker(Worker):
             match end:
                 case Shipped():
                     self._shipped(end)
-                case Lost():
+                case SendFailed():
                     self._lost(end)
         self._make_way(now)
 
@@ -285,7 +285,7 @@ class PrefillWorker(Worker):
         }
         self.membership.send(Timing(end.transfer.request, end.transfer.attempt, values, end.link))
 
-    def _lost(self, end: Lost) -> None:
+    def _lost(self, end: SendFailed) -> None:
         if end.cancelled_by_peer:  # decode called it off, and reports it if it is a failure
             log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
         else:

@@ -72,7 +72,7 @@ from coordinator.routing.router import Router
 from kvtransfer.flow_control import CreditBook
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.peer_proof import proof, proves
-from kvtransfer.plan import Outbox
+from kvtransfer.plan import SendPlan
 from kvtransfer.session import ReceiverSession, SenderSession, TransferLimits
 
 BLOCK_SIZE, CHUNK = 16, 512
@@ -92,12 +92,12 @@ class Shape:
 
     def frames(self) -> list[Rectangle]:
         """Return the cells of each frame of the hand-off."""
-        outbox = Outbox(self.layout, 0, self.prompt)
+        plan = SendPlan(self.layout, 0, self.prompt)
         steps = itertools.product(range(0, self.prompt, CHUNK), range(1, len(self.layout.layers) + 1))
         found = []
         for first, layers in steps:
-            outbox.computed(min(first + CHUNK, self.prompt), layers)
-            found += list(iter(outbox.next, None))
+            plan.computed(min(first + CHUNK, self.prompt), layers)
+            found += list(iter(plan.next, None))
         return found
 
 

@@ -84,7 +84,7 @@ class Gateway:
             )
         self.registry = registry
         self.incarnation = new_incarnation()
-        self.strikes = PeerBanList()
+        self.ban_list = PeerBanList()
         self._complaints = Complaints()
         self._lost = LostWorkers()
         self.times_emptied = 0
@@ -247,7 +247,7 @@ class Gateway:
             if not frames:
                 return
             peer = party, control_identity(frames[0])
-            if self.strikes.out(peer):
+            if self.ban_list.out(peer):
                 self._complaints.bad_message()
                 continue
             try:
@@ -255,7 +255,7 @@ class Gateway:
             except WireError as error:
                 self._complaints.bad_message(f"from {shown(frames[0])}: {error}")
                 self._complaints.log_due(now_s)
-                if not isinstance(error, Damaged) and self.strikes.strike(peer):
+                if not isinstance(error, Damaged) and self.ban_list.strike(peer):
                     self._cut_off(*peer)
 
     def _cut_off(self, party: Party | None, frame: bytes) -> None:

@@ -43,7 +43,7 @@ class PoolEndpoint:
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(socket.SOMAXCONN)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kv-pool-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kv-pool-endpoint", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:

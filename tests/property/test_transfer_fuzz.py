@@ -27,7 +27,7 @@ from kvtransfer.flow_control import CreditBook
 from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.receiver import Landed, Receiver
-from kvtransfer.sender import FirstTokens, Lost, Sender
+from kvtransfer.sender import FirstTokens, Sender, SendFailed
 from kvtransfer.session import TransferLimits
 from tests.simulation.clock import Clock, Process
 from tests.simulation.network import Network, Rates, SimulatedChannels
@@ -105,7 +105,7 @@ class House:
 
     def begin(self, slot: int) -> None:
         """Begin a hand-off in a slot that is free on both sides; announcement and reservation come in either order."""
-        if slot in self.held.values() or self.sender.strikes.out(self.peer.incarnation):
+        if slot in self.held.values() or self.sender.ban_list.out(self.peer.incarnation):
             return
         self.attempts[slot] += 1
         transfer = TransferId(RequestId(bytes([slot]) * 16), self.attempts[slot])
@@ -279,7 +279,10 @@ def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
             house.turn(0.1)
         assert not house.held and len(house.sender) == 0 and len(house.receiver) == 0
         assert len(house.credit) == 0 and house.credit.held() == 0
-        house.sender.strikes, house.receiver.strikes = PeerBanList(), PeerBanList()  # a new incarnation has no strikes
+        house.sender.ban_list, house.receiver.ban_list = (
+            PeerBanList(),
+            PeerBanList(),
+        )  # a new incarnation has no strikes
         house.begin(0)  # a new hand-off still works
         landed = house.landed
         for _ in range(30):
@@ -334,8 +337,8 @@ def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: s
         damaged = sum(house.network.happened.get(how, 0) for how in ("corrupted", "truncated")) + swaps.happened["swap"]
         assert house.receiver.bad_messages <= damaged, "nothing else was bad"
         assert rate < 0.1 or house.receiver.bad_messages
-        for strikes in (house.receiver.strikes, house.sender.strikes):
-            assert not strikes._counts
+        for ban_list in (house.receiver.ban_list, house.sender.ban_list):
+            assert not ban_list._counts
     finally:
         house.close()
 
@@ -391,7 +394,7 @@ def test_blocks_that_are_given_to_others_on_the_way_are_read_again_and_cut_nobod
                 house.turn(0.1)
             assert house.landed == landed
         assert house.receiver.bad_messages, "some were"
-        assert not house.receiver.strikes._counts and not house.sender.strikes._counts
+        assert not house.receiver.ban_list._counts and not house.sender.ban_list._counts
     finally:
         house.close()
 
@@ -407,7 +410,7 @@ def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, wa
     while not ended:
         house.travel(0.05)
         ended = house.sender.pump(house.clock.now)
-    assert isinstance(ended[0], Lost) and waits_s <= house.clock.now - began < waits_s + 0.5
+    assert isinstance(ended[0], SendFailed) and waits_s <= house.clock.now - began < waits_s + 0.5
     house.close()
 
 
@@ -433,5 +436,5 @@ def test_who_was_told_of_shorter_steps_is_told_of_a_long_one(granted: bool) -> N
     while not ended:
         house.travel(0.05)
         ended = house.sender.pump(house.clock.now)
-    assert isinstance(ended[0], Lost) and 12.0 <= house.clock.now - began < 12.5
+    assert isinstance(ended[0], SendFailed) and 12.0 <= house.clock.now - began < 12.5
     house.close()

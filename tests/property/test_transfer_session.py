@@ -11,7 +11,7 @@ from common.core.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
 from common.net.messages import Accept, Ack, Commit
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
-from kvtransfer.plan import Outbox
+from kvtransfer.plan import SendPlan
 from kvtransfer.session import FrameVerdict, ReceiverSession, SenderSession, TransferLimits, TransferState
 
 TRANSFER = TransferId(RequestId(b"r" * 16), 1)
@@ -40,19 +40,19 @@ def test_the_outbox_hands_out_every_cell_once_and_in_order(
     layers, have, total, ends, _ = case
     layout = make_layout(layers)
     most = max(layout.range_bytes(layer, layer + 1, 1) for layer in range(layers))
-    outbox = Outbox(layout, have, total, target)
+    plan = SendPlan(layout, have, total, target)
     upto = [have] * layers
     for end in ends:
         for layer in range(1, layers + 1):
-            outbox.computed(end, layer)
-            while (cells := outbox.next()) is not None:
+            plan.computed(end, layer)
+            while (cells := plan.next()) is not None:
                 assert cells.last_layer <= layer or cells.last_token < end, "a cell leaves before it is computed"
                 assert all(upto[each] == cells.first_token for each in cells.layers)
                 size = layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
                 assert size < 2 * max(target, most), "a frame larger than a socket may take"
                 for each in cells.layers:
                     upto[each] = cells.last_token
-    assert upto == [total] * layers and outbox.complete
+    assert upto == [total] * layers and plan.complete
 
 
 class Network:

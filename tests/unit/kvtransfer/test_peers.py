@@ -23,7 +23,7 @@ from common.net.wire import seal
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.peer_proof import proof, proven, proves
 from kvtransfer.receiver import Receiver, TransferFailed
-from kvtransfer.sender import Lost, Sender
+from kvtransfer.sender import Sender, SendFailed
 from tests.fakes.oracle import OracleEngine
 from tests.unit.door import QUIET_S, WAIT_S, until
 from tests.unit.parts import counted, many
@@ -67,13 +67,13 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: P
             until(
                 lambda: receiver.pump(time.monotonic, 0.01) or receiver.bad_messages == 1 + 2 * STRIKES, "all counted"
             )
-            assert not receiver.strikes.cut_off and say(proof(token, transfer, "open")) is not None
+            assert not receiver.ban_list.cut_off and say(proof(token, transfer, "open")) is not None
             outside_of_it = FrameHeader(transfer, 0, Rectangle(0, 99, 0, 16), 64, 0).pack()
             for _ in range(STRIKES):
                 socket.send_multipart([outside_of_it, b"y"])
             until(lambda: receiver.pump(time.monotonic, 0.01), "what it was sending has failed")
             assert socket.poll(int(WAIT_S * 1000)) and isinstance(receive(socket, ToPrefill), Cancel), "and it is told"
-            assert receiver.strikes.cut_off == 1 and say(proof(token, transfer, "open")) is None
+            assert receiver.ban_list.cut_off == 1 and say(proof(token, transfer, "open")) is None
     finally:
         socket.close(0)
         receiver.close()
@@ -126,7 +126,7 @@ def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) ->
             send(thief, forged)
         ended: list[Any] = []
         until(lambda: ended.extend(receiver.pump(time.monotonic, 0.01)) or ended, "it is cut off")
-        assert isinstance(ended[0], TransferFailed) and receiver.strikes.cut_off == 1
+        assert isinstance(ended[0], TransferFailed) and receiver.ban_list.cut_off == 1
     finally:
         for socket in (thief, sender):
             socket.close(0)
@@ -157,7 +157,7 @@ def test_a_message_of_too_many_parts_does_not_hold_a_receiver_up(monkeypatch: py
             send(good, Open(new_request_id(), 1, *words))  # type: ignore[arg-type]
             until(lambda: pump() or good.poll(0), "what others say is heard")
             assert isinstance(receive(good, ToPrefill), Heard) and not receiver._socket.dropping
-        assert receiver.strikes.cut_off == 1 and receiver.bad_messages == STRIKES
+        assert receiver.ban_list.cut_off == 1 and receiver.bad_messages == STRIKES
     finally:
         for socket in (bad, good):
             socket.close(0)
@@ -189,8 +189,8 @@ def test_an_answer_of_too_many_parts_does_not_hold_a_sender_up(monkeypatch: pyte
         send(router, Cancel(*transfer, "said behind it"), who)
         until(pump, "what comes behind it is heard")
         (lost,) = ended
-        assert isinstance(lost, Lost) and lost.cancelled_by_peer and lost.reason == "said behind it"
-        assert sender.bad_messages == 1 and not sender.strikes.cut_off
+        assert isinstance(lost, SendFailed) and lost.cancelled_by_peer and lost.reason == "said behind it"
+        assert sender.bad_messages == 1 and not sender.ban_list.cut_off
     finally:
         sender.close()
         router.close(0)
@@ -224,12 +224,12 @@ def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
                 for part in (b"x", b"\xc1"):
                     router.send_multipart([who, seal(part)])
                 until(lambda: pump() or sender.bad_messages == 2, "two are counted")
-                assert not ended and not sender.strikes.cut_off
+                assert not ended and not sender.ban_list.cut_off
                 router.send_multipart([who, seal(b"\x93")])
         until(pump, "the third is one too many")
         (lost,) = ended
-        assert isinstance(lost, Lost) and lost.transfer == transfers["bad"] and not lost.cancelled_by_peer
-        assert "make no sense" in lost.reason and sender.strikes.cut_off == 1
+        assert isinstance(lost, SendFailed) and lost.transfer == transfers["bad"] and not lost.cancelled_by_peer
+        assert "make no sense" in lost.reason and sender.ban_list.cut_off == 1
         assert transfers["good"] in sender and transfers["bad"] not in sender
         with pytest.raises(WireError, match="bad is banned"):
             sender.open(TransferId(new_request_id(), 1), peers["bad"], 16, [0], time.monotonic())

@@ -23,7 +23,7 @@ from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import zeromq
 from kvtransfer.links.base import Payload, SendLink
 from kvtransfer.peer_proof import proof
-from kvtransfer.sender import Lost, Sender
+from kvtransfer.sender import Sender, SendFailed
 from kvtransfer.session import TransferLimits
 from tests.pace import scaled
 
@@ -138,14 +138,14 @@ def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(me
     transfers = [meeting.ship() for _ in range(4)]  # twice as much as fits into the queue
     for transfer in transfers:
         meeting.grant(transfer)
-    line = meeting.sender._lines[meeting.peer.incarnation]
-    lost: list[Lost] = []
+    connection = meeting.sender._connections[meeting.peer.incarnation]
+    lost: list[SendFailed] = []
     while len(lost) < len(transfers):
         lost += meeting.turn()
         assert meeting.now < 110
     most = QUEUE_BYTES + ASKING_BYTES + (len(transfers) + 2) * FRAME_BYTES
     assert QUEUE_BYTES <= meeting.link.handed_bytes <= most
-    assert line.socket.closed
+    assert connection.socket.closed
     assert {each.transfer for each in lost} == set(transfers) and not any(each.cancelled_by_peer for each in lost)
 
 
@@ -160,7 +160,7 @@ def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meetin
             for transfer in [meeting.ship() for _ in range(6)]:  # more than the whole
                 meeting.grant(transfer)
             meeting.sender.pump(meeting.now)
-            queued.append(meeting.sender._lines[meeting.peer.incarnation].queued)
+            queued.append(meeting.sender._connections[meeting.peer.incarnation].queued)
             meeting.now += TURN_S
     finally:
         for router in homes[:-1]:
@@ -177,13 +177,13 @@ def test_what_was_queued_for_a_peer_that_has_died_is_given_back_within_a_lease(m
     transfers = [meeting.ship() for _ in range(4)]
     for transfer in transfers:
         meeting.grant(transfer)
-    line = meeting.sender._lines[meeting.peer.incarnation]
-    assert line.queued >= QUEUE_BYTES - FRAME_BYTES
+    connection = meeting.sender._connections[meeting.peer.incarnation]
+    assert connection.queued >= QUEUE_BYTES - FRAME_BYTES
     meeting.router.close(linger=0)
     for transfer in transfers:
         meeting.sender.cancel(transfer, "aborted")
     died_at = meeting.now
-    while not line.socket.closed:
+    while not connection.socket.closed:
         assert meeting.turn() == []
         assert meeting.now - died_at < 10.0, "the longest that anything is held for a dead peer"
 
@@ -214,7 +214,7 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
     stuck = meeting.ship()
     meeting.grant(stuck)
     busy = meeting.wait()
-    line = meeting.sender._lines[meeting.peer.incarnation]
+    connection = meeting.sender._connections[meeting.peer.incarnation]
     ended: list[Any] = []
     while not ended:
         meeting.grant(busy)  # at each announcement
@@ -222,7 +222,7 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
             ended += meeting.turn()
         assert meeting.now < 110
     assert [each.transfer for each in ended] == [stuck]
-    assert meeting.sender._lines[meeting.peer.incarnation] is line and not line.socket.closed
+    assert meeting.sender._connections[meeting.peer.incarnation] is connection and not connection.socket.closed
     meeting.sender.cancel(busy, "the test is over")
     while True:
         _, message = meeting.read()
@@ -239,14 +239,14 @@ def test_a_peer_that_only_repeats_what_it_said_before_the_first_frame_is_given_u
     answer: Any = Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant"))
     if says == "heard":
         answer = Heard(*transfer, 0)
-    line = meeting.sender._lines[meeting.peer.incarnation]
+    connection = meeting.sender._connections[meeting.peer.incarnation]
     while not ended:
         for _ in range(int(0.5 / TURN_S) + 1):
             ended += meeting.turn()
         assert meeting.now < began + 3
         if not ended:
             meeting.router.send_multipart([meeting.hear(transfer), encode(answer)])
-            assert line.socket.poll(20_000)
+            assert connection.socket.poll(20_000)
     assert [each.transfer for each in ended] == [transfer] and not ended[0].cancelled_by_peer
     assert meeting.now - began >= 2.0
 
@@ -258,11 +258,11 @@ def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(mee
     meeting.grant(second)
     frames = KV_BYTES // FRAME_BYTES
     identity, _ = meeting.read()
-    line = meeting.sender._lines[meeting.peer.incarnation]
+    connection = meeting.sender._connections[meeting.peer.incarnation]
     began, step_s = meeting.now, 4.0 / frames
     for frame in range(frames):
         meeting.router.send_multipart([identity, encode(Ack(*first, frame, (frame + 1) * FRAME_BYTES, 1 << 20))])
-        assert line.socket.poll(20_000)
+        assert connection.socket.poll(20_000)
         for _ in range(int(step_s / TURN_S)):
             assert meeting.turn() == []
     last_at = meeting.now
@@ -320,11 +320,11 @@ def test_frames_behind_others_on_the_line_are_not_repeated(meeting: Meeting) -> 
     for identity, transfer in [(meeting.hear(transfer), transfer) for transfer in transfers]:
         grant = Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant"))
         meeting.router.send_multipart([identity, encode(grant)])
-    line = meeting.sender._lines[meeting.peer.incarnation]
+    connection = meeting.sender._connections[meeting.peer.incarnation]
     waiting, landed = deque[FrameHeader](), dict.fromkeys(transfers, 0)
     began = meeting.now
     while sum(landed.values()) < len(transfers) * KV_BYTES:
-        assert line.socket.poll(20_000)
+        assert connection.socket.poll(20_000)
         meeting.turn()
         while meeting.router.poll(0 if waiting else 20_000):
             identity, first, *rest = meeting.router.recv_multipart()

@@ -166,7 +166,7 @@ def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is
     control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
     answer = door.answer(control)
     assert isinstance(answer, Rejected) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
-    assert door.gateway.bad_messages == len(said) * STRIKES and not door.gateway.strikes.cut_off
+    assert door.gateway.bad_messages == len(said) * STRIKES and not door.gateway.ban_list.cut_off
 
 
 def test_a_stranger_that_never_says_hello_is_cut_off_at_last(door: Door) -> None:
@@ -174,7 +174,7 @@ def test_a_stranger_that_never_says_hello_is_cut_off_at_last(door: Door) -> None
     socket = door.dial("decode", identity(hello.name, hello.incarnation))
     for _ in range(MOST_ASKED + STRIKES):
         socket.send(seal(msgspec.msgpack.encode(["news"])))
-    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    until(lambda: door.gateway._read() or door.gateway.ban_list.cut_off == 1, "it is cut off")
     assert door.gateway.bad_messages == MOST_ASKED + STRIKES
 
 
@@ -184,7 +184,7 @@ def test_a_stranger_that_says_no_message_of_any_version_is_cut_off(door: Door, s
     socket = door.dial("decode", identity(hello.name, hello.incarnation))
     for _ in range(STRIKES):
         socket.send(seal(msgspec.msgpack.encode(said)))
-    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    until(lambda: door.gateway._read() or door.gateway.ban_list.cut_off == 1, "it is cut off")
     assert not socket.poll(50)
 
 
@@ -196,7 +196,7 @@ def test_a_hello_that_makes_no_sense_is_a_strike(door: Door, protocol: Any) -> N
     row = ["hello", protocol, *msgspec.structs.astuple(hello)[1:], "more"]
     for _ in range(STRIKES):
         socket.send(seal(msgspec.msgpack.encode(row)))
-    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    until(lambda: door.gateway._read() or door.gateway.ban_list.cut_off == 1, "it is cut off")
     assert not list(door.registry) and not socket.poll(50)
 
 
@@ -223,7 +223,7 @@ def test_another_key_cannot_speak_in_a_workers_name(door: Door) -> None:
     door.expected = False
     assert door.answer(worker) is None and door.gateway.bad_messages == STRIKES
     assert door.registry.get(hello.incarnation) is not None and not door.lost_workers, "the thief is cut off, not it"
-    assert door.gateway.strikes.cut_off == 1
+    assert door.gateway.ban_list.cut_off == 1
 
 
 def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
@@ -279,15 +279,15 @@ def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
             read_at = began + 20 * (strike - 1)  # not after the message in front of it
             door.registry.beat(worker_here, worker_here.beat, read_at)
             assert gateway.sweep(began + 20 * strike) and not door.lost_workers
-        assert gateway.strikes.cut_off == 1 and door.registry.get(hello.incarnation) is not None
+        assert gateway.ban_list.cut_off == 1 and door.registry.get(hello.incarnation) is not None
     finally:
         door.close()
 
 
 def test_strikes_are_counted_per_peer_and_forgotten_in_order() -> None:
-    strikes = PeerBanList()
-    assert [strikes.strike("a") for _ in range(4)] == [False, False, True, False]
-    assert strikes.out("a") and not strikes.out("b") and strikes.cut_off == 1
+    ban_list = PeerBanList()
+    assert [ban_list.strike("a") for _ in range(4)] == [False, False, True, False]
+    assert ban_list.out("a") and not ban_list.out("b") and ban_list.cut_off == 1
     for peer in range(REMEMBERED):
-        strikes.strike(peer)
-    assert not strikes.out("a") and len(strikes._counts) == REMEMBERED
+        ban_list.strike(peer)
+    assert not ban_list.out("a") and len(ban_list._counts) == REMEMBERED

@@ -41,7 +41,7 @@ from kvtransfer.links.base import Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, signed
 from kvtransfer.receiver import Landed, Receiver, TransferFailed
-from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
+from kvtransfer.sender import FirstTokens, Sender, SendFailed, Shipped
 from kvtransfer.session import TransferLimits
 from kvtransfer.source_pools import PAUSE_S
 from tests.pace import scaled
@@ -361,7 +361,7 @@ class Handoff:
         self.ahead_s += after_s
         self.attempts += 1
         self.transfer = TransferId(TRANSFER.request, self.attempts)
-        self.sent, self.received = list[Shipped | Lost](), list[Landed | TransferFailed]()
+        self.sent, self.received = list[Shipped | SendFailed](), list[Landed | TransferFailed]()
         prefill, decode = self.peers
         self.receiver.expect(self.transfer, self.tokens, 0, self.table, prefill, self.clock())
         self.sender.open(self.transfer, decode, self.tokens, self.table, self.clock())
@@ -488,7 +488,7 @@ def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str,
         handoff.go()
         if late and changed:
             assert isinstance(handoff.received[0], TransferFailed) and "checksum" in handoff.received[0].reason
-            assert isinstance(handoff.sent[0], Lost) and handoff.sent[0].cancelled_by_peer
+            assert isinstance(handoff.sent[0], SendFailed) and handoff.sent[0].cancelled_by_peer
         else:
             assert isinstance(handoff.received[0], Landed) and isinstance(handoff.sent[0], Shipped)
             assert session.checksum and not session.unsummed
@@ -541,7 +541,7 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
         assert failing.left < 0, "it was spoiled"
         [sent], [received] = handoff.sent, handoff.received
         assert (
-            isinstance(sent, Lost)
+            isinstance(sent, SendFailed)
             and not sent.cancelled_by_peer
             and isinstance(received, TransferFailed)
             and received.cancelled_by_peer
@@ -563,8 +563,8 @@ def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: st
             and "make no sense" in received.reason
             and not received.cancelled_by_peer
         )
-        assert isinstance(sent, Lost) and sent.cancelled_by_peer
-        assert handoff.receiver.strikes.cut_off == 1
+        assert isinstance(sent, SendFailed) and sent.cancelled_by_peer
+        assert handoff.receiver.ban_list.cut_off == 1
     finally:
         handoff.close()
 
@@ -796,7 +796,7 @@ def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_
             and "cannot be read" in received.reason
             and not received.cancelled_by_peer
         )
-        assert isinstance(sent, Lost) and sent.cancelled_by_peer
+        assert isinstance(sent, SendFailed) and sent.cancelled_by_peer
         handoff.again(after_s=PAUSE_S)
         handoff.go()
         assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
