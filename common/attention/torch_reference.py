@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from common.attention.interface import Params, Span
-from common.kv.storage.tensors import KvStore
+from common.kv.storage.interface import KvStorage
 
 
 def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, params: Params) -> torch.Tensor:
@@ -39,7 +39,7 @@ class TorchReference:
 
     name = "torch_ref"
 
-    def __init__(self, store: KvStore) -> None:
+    def __init__(self, store: KvStorage) -> None:
         self.store = store
 
     def plan(self, spans: Sequence[Span]) -> Sequence[Span]:
@@ -48,7 +48,7 @@ class TorchReference:
     def attend(self, plan: Sequence[Span], layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
         outputs = []
         for span in plan:
-            key, value = self.store.gather(layer, torch.tensor(span.blocks))
+            key, value = self.store.gather(layer, torch.tensor(span.blocks, device=query.device))
             rows = query[span.row : span.row + span.length]
             outputs.append(attend_one(rows, key[: span.end], value[: span.end], span.start, params))
         return torch.cat(outputs).to(query.dtype)

@@ -5,6 +5,7 @@ TandemError
 ├── RequestError      one request is refused or fails: HTTP status and OpenAI's error fields
 ├── WireError         bytes from another process are not a valid message; only the sender is at fault
 │   └── Damaged       the bytes changed on the way: their checksum does not match
+├── DeviceLost        a GPU failed in a way that no later call on it survives; ends the process, and another is started
 ├── OutOfBlocks       the KV pool has too few blocks: which holder wanted how many, and which holders have them
 └── InvariantBroken   our own bookkeeping is wrong; ends the process
 """
@@ -77,6 +78,11 @@ class OutOfBlocks(TandemError):
             f"{holder} wants {wanted} blocks, {free} free, {evictable} evictable; held by: {top or 'no holder'}"
         )
         self.holder, self.wanted, self.free, self.evictable = holder, wanted, free, evictable
+
+
+class DeviceLost(TandemError):
+    """The GPU that this process computes on has failed for good: every later call on it would fail, too. The text is
+    what CUDA said, in one line."""
 
 
 class InvariantBroken(TandemError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +34,21 @@ class FlatStep:
     def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
         """Return a column as an int64 tensor over the same memory."""
         return torch.frombuffer(getattr(self, column), dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class DeviceStep(FlatStep):
+    """A step whose columns were ``uploaded`` to a device."""
+
+    uploaded: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, step: FlatStep, uploaded: Mapping[str, torch.Tensor]) -> DeviceStep:
+        return cls(step.ids, step.positions, step.blocks, step.offsets, step.kept, step.spans, step.sampled, uploaded)
+
+    def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
+        """Return a column as an int64 tensor on the device."""
+        return self.uploaded[column]
 
 
 def flatten(batch: Batch, block_size: int) -> FlatStep:

@@ -19,18 +19,20 @@ from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.core.sequence import Sequence as Tokens
+from common.engine import faults
 from common.engine.batch import FlatStep, flatten, rows_to_sample
 from common.engine.decoder import FusedDecoder, find_decoder
+from common.engine.device_steps import DeviceSteps, Entry
+from common.engine.faults import REQUEST_FAULTS
 from common.engine.launched import Launch
 from common.engine.sampler import peaks, sample
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
 from common.kv.storage.host import KvMemory
-from common.kv.storage.tensors import KvStore
+from common.kv.storage.interface import KvStorage
 from common.model.probe import Probe, forward, require_equal
 
-_REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
-"""Exceptions that torch and modelling code raise when one request's numbers are impossible or too large."""
+_NOT_FINITE = "the model's logits are not finite"
 WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
 """Most rows and most sequences of a warm-up step: enough to get the kernels compiled. Hundreds of rows would take a
 model of billions of parameters seconds on a CPU."""
@@ -40,7 +42,7 @@ class PagedAttention:
     """The callable of the model's attention modules: it stores a layer's keys and values of this step in the pool,
     announces the layer through ``on_layer``, and attends."""
 
-    def __init__(self, store: KvStore, backend: AttentionBackend) -> None:
+    def __init__(self, store: KvStorage, backend: AttentionBackend) -> None:
         self.store, self.backend = store, backend
         self.on_layer: Callable[[int], None] | None = None
         self.stored = 0
@@ -66,16 +68,19 @@ class PagedAttention:
 
 
 class ModelEngine:
-    """Runs one model's steps over a paged KV pool. ``notes`` are the automatic choices, each with its reason."""
+    """Runs one model's steps over a paged KV pool. ``notes`` are the automatic choices, each with its reason.
+
+    ``device_steps`` are for a model on a device with memory of its own; None on a CPU."""
 
     def __init__(
         self,
         model: nn.Module,
-        store: KvStore,
+        store: KvStorage,
         backend: AttentionBackend,
         fingerprint: str,
         vocab_size: int,
         max_model_len: int,
+        device_steps: DeviceSteps | None = None,
     ) -> None:
         self.model, self.store = model, store
         self.memory: KvMemory = store.memory
@@ -88,6 +93,7 @@ class ModelEngine:
         self.warm_up_rows = WARM_UP_ROWS
         self.max_num_seqs = 1
         self._attention = PagedAttention(store, backend)
+        self._device_steps = device_steps
         self.decoder: FusedDecoder | None = None
         """Runs in place of ``model`` if :meth:`shorten` has set it."""
         bind(model, self._attention)
@@ -98,17 +104,21 @@ class ModelEngine:
         """Compute and store the KV of every row, and sample after the last row of each segment that wants a token.
 
         If the computation raises, or a segment's logits are NaN, only the segments at fault fail: they are listed in
-        the result's ``errors``.
+        the result's ``errors``. Raises DeviceLost if the device itself has failed.
         """
         started = perf_counter()
         try:
             result = self._run(batch, self.on_layer)
-        except _REQUEST_FAULTS as error:
-            stored = self._attention.stored
-            result = self._one_by_one(batch, error)
-            for layer in range(stored, len(self.layout.layers)):
-                if self.on_layer is not None:
-                    self.on_layer(layer)
+        except REQUEST_FAULTS as error:
+            fault = error.with_traceback(None)  # its frames would keep the step's tensors in memory
+        else:
+            result.seconds = perf_counter() - started
+            return result
+        stored = self._attention.stored
+        result = self._in_parts(batch, fault)
+        for layer in range(stored, len(self.layout.layers)):
+            if self.on_layer is not None:
+                self.on_layer(layer)
         result.seconds = perf_counter() - started
         return result
 
@@ -124,10 +134,24 @@ class ModelEngine:
             return result
         step = flatten(batch, self.layout.block_size)
         self._attention.on_layer = on_layer
+        if self._device_steps is not None:
+            self._compute_on_device(self._device_steps, batch, step, result)
+            return result
         logits, best = self._logits(step)
         if step.sampled:
             self._sample(batch, step.sampled, logits, best or peaks(logits), result)
         return result
+
+    def _compute_on_device(self, steps: DeviceSteps, batch: Batch, step: FlatStep, result: StepResult) -> None:
+        self._attention.stored = 0  # the upload may raise
+        plan = steps.plan([batch.segments[index].sequence for index in step.sampled])
+        uploaded = steps.upload(step, plan)
+        logits, _ = self._logits(uploaded)
+        if not step.sampled:
+            steps.wait()
+            return
+        for index, entries in zip(step.sampled, steps.sample(logits, uploaded, plan), strict=True):
+            _put(result, index, entries)
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
         """Return the logits of the sampled rows, [len(sampled), vocab] (of row 0 if there are none), valid until the
@@ -144,7 +168,7 @@ class ModelEngine:
         if min(best) < 0:
             for index, token in zip(sampled, best, strict=True):
                 if token < 0:
-                    result.errors[index] = "the model's logits are not finite"
+                    result.errors[index] = _NOT_FINITE
             good = [place for place, token in enumerate(best) if token >= 0]
             logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
         sequences = [batch.segments[index].sequence for index in sampled]
@@ -160,28 +184,41 @@ class ModelEngine:
             result.logprobs[index] = [entry for entry in logprobs[at:end] if isinstance(entry, TokenLogprobs)]
             at = end
 
-    def _one_by_one(self, batch: Batch, error: Exception) -> StepResult:
-        """Run each segment by itself after the step raised ``error``, so that only those that raise again fail."""
+    def _in_parts(self, batch: Batch, error: Exception) -> StepResult:
+        """Repeat the step in parts after it raised ``error``, so that only those segments fail that raise again: one by
+        one, or in halves if the GPU's memory was too small for all at once."""
+        faults.raise_if_lost(error)
+        if self._device_steps is not None:
+            self._device_steps.forget()
+        count, size = len(batch.segments), 1
         result = StepResult([[] for _ in batch.segments], [[] for _ in batch.segments], 0.0)
-        for index, (segment, table) in enumerate(zip(batch.segments, batch.tables, strict=True)):
-            if len(batch.segments) > 1:
-                try:
-                    alone = self._run(Batch((segment,), (table,)))
-                except _REQUEST_FAULTS as own:
-                    result.errors[index] = f"{type(own).__name__}: {own}"
-                    continue
-                result.tokens[index], result.logprobs[index] = alone.tokens[0], alone.logprobs[0]
-                if alone.errors:
-                    result.errors[index] = alone.errors[0]
-            else:
-                result.errors[index] = f"{type(error).__name__}: {error}"
+        if faults.is_out_of_memory(error):
+            faults.free_cached(self.store.device)
+            size = -(-count // 2)
+        if count == 1:
+            result.errors[0] = faults.describe(error)
+            return result
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            found = self._run_part(Batch(batch.segments[part], batch.tables[part]))
+            result.tokens[part], result.logprobs[part] = found.tokens, found.logprobs
+            result.errors |= {first + index: why for index, why in found.errors.items()}
         return result
+
+    def _run_part(self, part: Batch) -> StepResult:
+        try:
+            return self._run(part)
+        except REQUEST_FAULTS as error:
+            fault = error.with_traceback(None)
+        return self._in_parts(part, fault)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
         """Run a step without sampling; return the logits [n, vocab] of the n segments that want a token, in the model's
         dtype."""
         step = flatten(batch, self.layout.block_size)
+        if self._device_steps is not None:
+            step = self._device_steps.upload(step)
         self._attention.on_layer = None
         return self._logits(step)[0][: len(step.sampled)].clone()
 
@@ -198,7 +235,7 @@ class ModelEngine:
     def warm_up(self) -> list[tuple[int, int, float]]:
         """Run a few steps, since first ones are slow; return (tokens, positions attended to, seconds) of each. Only
         before serving: it overwrites the pool's first blocks."""
-        rows = min(self.warm_up_rows, self.max_model_len, self.memory.blocks * self.layout.block_size)
+        rows = min(self.warm_up_rows, self.max_model_len, self.store.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(rows))]
         prompt = sequence_of([1] * rows)
         steps = [Batch((Segment(prompt, 0, rows),), (blocks,))]
@@ -218,7 +255,7 @@ class ModelEngine:
         """Run all layers as one call into C from now on, if the model allows it and ``tokens`` get bit-identical logits
         that way; return whether. Only before serving: it overwrites the pool's first blocks."""
         found = find_decoder(self.model, self._attention.backend)
-        size = min(len(tokens), self.max_model_len, self.memory.blocks * self.layout.block_size)
+        size = min(len(tokens), self.max_model_len, self.store.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(size))]
         batch = Batch((Segment(sequence_of(tokens[:size]), 0, size),), (blocks,))
         expected = self.logits(batch)
@@ -234,7 +271,7 @@ class ModelEngine:
         before serving: it overwrites blocks."""
         size = self.layout.block_size
         half = self.layout.blocks_for(len(expected.tokens))
-        if self.memory.blocks < 2 * half or self.max_model_len < len(expected.tokens):
+        if self.store.blocks < 2 * half or self.max_model_len < len(expected.tokens):
             return
         tables = [BlockId(b) for b in range(half)], [BlockId(b) for b in range(2 * half - 1, half - 1, -1)]
         rows: list[torch.Tensor] = []
@@ -246,6 +283,15 @@ class ModelEngine:
         wanted = expected.logits[[end - 1 for end in ends]]
         require_equal(checkpoint, torch.stack(rows), wanted, "through paged blocks", tolerance)
         self.store.clear([*tables[0], *tables[1]])
+
+
+def _put(result: StepResult, index: int, entries: Sequence[Entry]) -> None:
+    """Enter what was sampled for segment ``index``."""
+    if entries[0][0] < 0:
+        result.errors[index] = _NOT_FINITE
+        return
+    result.tokens[index] = [token for token, _ in entries]
+    result.logprobs[index] = [logprobs for _, logprobs in entries if logprobs is not None]
 
 
 def sequence_of(tokens: Sequence[int]) -> Tokens:

@@ -73,7 +73,8 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     if not {"position_ids", "logits_to_keep"} <= parameters.keys():
         raise _unfit(checkpoint, "its forward pass takes no position_ids or no logits_to_keep")
     tokens = [(7 + 13 * i * i) % checkpoint.vocab_size for i in range(PROBE_TOKENS)]
-    ids, positions = torch.tensor([tokens]), torch.arange(PROBE_TOKENS)[None]
+    where = model.get_input_embeddings().weight.device
+    ids, positions = torch.tensor([tokens], device=where), torch.arange(PROBE_TOKENS, device=where)[None]
     try:
         eager = _eager(model, ids, positions)
         recorder = Recorder()

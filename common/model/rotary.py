@@ -47,12 +47,13 @@ def _looking_kinds(module: Any) -> list[tuple[str, str | None]]:
 @torch.no_grad()
 def _freeze(module: Any, layer_type: str | None, length: int) -> torch.Tensor:
     """Run the module once on the last position, then stop it from looking at the batch; return its frequencies."""
-    last = torch.tensor([[length - 1]])
+    where = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
+    like, last = torch.zeros(1, device=where), torch.tensor([[length - 1]], device=where)
     if layer_type is None:
-        module(torch.zeros(1), last)
+        module(like, last)
         module.rope_type = "default"
     else:
-        module(torch.zeros(1), last, layer_type)
+        module(like, last, layer_type)
         module.rope_type = {**module.rope_type, layer_type: "default"}
     frequencies: torch.Tensor = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
     return frequencies

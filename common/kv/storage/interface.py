@@ -7,7 +7,7 @@ how KV gets to other workers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,8 @@ class KvStorage(Protocol):
     dtype: torch.dtype
     device: torch.device
     blocks: int
+    memory: Any
+    """What hand-offs need of the pool; the engine does not look at it."""
 
     def k(self, layer: int) -> torch.Tensor:
         """Return the keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""

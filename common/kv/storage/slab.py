@@ -7,6 +7,7 @@ nor how KV gets to other workers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class SlabStore:
     def __init__(self, layout: KvLayout, blocks: int, device: torch.device) -> None:
         self.layout, self.blocks, self.device = layout, blocks, device
         self.dtype = DTYPES[layout.dtype]
+        self.memory: Any = None  # no hand-off reads or writes it
         self.slab = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         self._k, self._v = layer_views(self.slab.view(-1).view(self.dtype), layout, blocks, 0)
 

@@ -1,0 +1,59 @@
+"""What a step on a device with memory of its own needs around the model's forward pass.
+
+One upload before it, the sampler behind it, and one read at its end. Between the two the host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.core.sequence import Sequence as Tokens
+from common.core.sequence import TokenLogprobs
+from common.engine.batch import DeviceStep, FlatStep
+from common.engine.device_sampler import DeviceSampler
+from common.engine.faults import wait_for
+from common.engine.sample_plan import SamplePlan
+from common.engine.staging import Staging
+
+Entry = tuple[int, TokenLogprobs | None]
+"""A sampled token, -1 where the logits were not finite, and its log-probabilities if the request wants them."""
+
+
+class DeviceSteps:
+    """Uploads and samples the steps of one engine on ``device``. ``token_ids``: size of the model's embedding;
+    ``vocab_size``: columns of its logits."""
+
+    def __init__(self, device: torch.device, token_ids: int, vocab_size: int) -> None:
+        self.device = device
+        self.sampler = DeviceSampler(vocab_size, device)
+        self._staging = Staging(device)
+        self._token_ids = token_ids
+
+    def plan(self, sequences: Sequence[Tokens]) -> SamplePlan:
+        """Plan the sampling of a step's ``sequences``, as :meth:`common.engine.device_sampler.DeviceSampler.plan`."""
+        return self.sampler.plan(sequences)
+
+    def upload(self, step: FlatStep, plan: SamplePlan | None = None) -> DeviceStep:
+        """Return ``step`` with its columns on the device, and those of ``plan`` beside them. IndexError for a token id
+        outside the vocabulary, which on a GPU would not fail one request but end the process."""
+        if max(step.ids) >= self._token_ids:
+            raise IndexError(f"a token outside the vocabulary of {self._token_ids}")
+        columns = {name: getattr(step, name) for name in ("ids", "positions", "blocks", "offsets", "kept")}
+        return DeviceStep.of(step, self._staging.upload(columns | (plan.columns if plan is not None else {})))
+
+    def sample(self, logits: torch.Tensor, step: DeviceStep, plan: SamplePlan) -> list[list[Entry]]:
+        """Return the entries of each sequence of ``plan``, one per choice, from their ``logits`` [R, vocab_size]. This
+        is where the host waits for the device."""
+        last = step.tensor("ids").index_select(0, step.tensor("kept"))
+        packed = self.sampler.sample(logits, plan, step.uploaded, last)
+        return plan.read(packed.to("cpu").numpy())
+
+    def wait(self) -> None:
+        """Wait for a step that samples nothing."""
+        wait_for(self.device)
+
+    def forget(self) -> None:
+        """Forget what the device knows of sequences, after a step that failed."""
+        self.sampler.forget()
