@@ -34,7 +34,7 @@ from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry
 from coordinator.http.application import BACKLOG, make_app, serving
 from coordinator.http.context import SERVICES, Scale, Services
-from coordinator.metrics import Load, Metrics
+from coordinator.metrics import Metrics, RequestCounts
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import shutting_down
@@ -145,7 +145,7 @@ async def running(
     router = Router(registry, config.local_prefill, config.no_prefill_policy)
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     dispatcher = Dispatcher(gateway, router, admission, metrics)
-    metrics.load = lambda: Load(len(dispatcher.records) - admission.requests, admission.requests)
+    metrics.request_counts = lambda: RequestCounts(len(dispatcher.records) - admission.requests, admission.requests)
     metrics.bad_messages = lambda: gateway.bad_messages
     metrics.open_breakers = lambda: router.breakers.open
     metrics.cut_off_peers = lambda: gateway.ban_list.cut_off
@@ -184,12 +184,12 @@ async def drain(services: Services, second: asyncio.Event) -> None:
 
 
 class _LagSampler:
-    """Measures the lag of the running event loop and calls ``tell`` with it, in seconds, every LAG_EVERY_S until
+    """Measures the lag of the running event loop and calls ``report`` with it, in seconds, every LAG_EVERY_S until
     ``close``. The dispatcher's sweep timer cannot serve for this: a stall between two sweeps does not delay the
     next one."""
 
-    def __init__(self, tell: Callable[[float], None]) -> None:
-        self._tell, self._loop = tell, asyncio.get_running_loop()
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self._report, self._loop = report, asyncio.get_running_loop()
         self._wait()
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class _LagSampler:
         self._timer = self._loop.call_later(LAG_EVERY_S, self._sample)
 
     def _sample(self) -> None:
-        self._tell(max(0.0, time.monotonic() - self._due))
+        self._report(max(0.0, time.monotonic() - self._due))
         self._wait()
 
 

@@ -102,7 +102,7 @@ FRESH_PAGES = 8
 _LIVING = (WorkerState.JOINING, WorkerState.READY, WorkerState.DRAINING)
 
 
-class Load(NamedTuple):
+class RequestCounts(NamedTuple):
     """The numbers of requests on workers (``running``) and in the coordinator's queue (``waiting``)."""
 
     running: int
@@ -112,15 +112,15 @@ class Load(NamedTuple):
 class Metrics:
     """All metrics of one coordinator.
 
-    ``load``, ``bad_messages``, ``cut_off_peers`` and ``open_breakers`` are called at every scrape; the composition root
-    sets them once the dispatcher exists.
+    ``request_counts``, ``bad_messages``, ``cut_off_peers`` and ``open_breakers`` are called at every scrape; the
+    composition root sets them once the dispatcher exists.
     """
 
     def __init__(self, model: str, workers: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
         self._page, self._pages_made, self._pages_since = b"", 0, -math.inf
-        self.load: Callable[[], Load] = lambda: Load(0, 0)
+        self.request_counts: Callable[[], RequestCounts] = lambda: RequestCounts(0, 0)
         self.bad_messages: Callable[[], int] = lambda: 0
         self.cut_off_peers: Callable[[], int] = lambda: 0
         self.open_breakers: Callable[[], int] = lambda: 0
@@ -291,9 +291,9 @@ class _Pools(Collector):
         self._sums: defaultdict[str, _Sum] = defaultdict(_Sum)
 
     def collect(self) -> Iterator[Metric]:
-        load = self._metrics.load()
-        yield self._gauge("vllm:num_requests_running", "Requests on workers.", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a worker.", load.waiting)
+        counts = self._metrics.request_counts()
+        yield self._gauge("vllm:num_requests_running", "Requests on workers.", counts.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a worker.", counts.waiting)
         yield from self._pool()
         yield from self._counters()
         yield self._states()

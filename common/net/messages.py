@@ -343,7 +343,7 @@ class Drain(Message, tag="drain"):
     timeout_ms: int
 
 
-ToHeart = Ping
+ToHeartbeatThread = Ping
 ToWorker = (
     Welcome | Rejected | NameTaken | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
 )

@@ -39,7 +39,7 @@ from common.core.errors import NOT_OURS, StartError, WireError
 from common.core.ids import Incarnation, WorkerName
 from common.net.hosts import is_loopback
 from common.net.keys import ClusterKeys, Party
-from common.net.messages import Message, ToHeart
+from common.net.messages import Message, ToHeartbeatThread
 from common.net.socket_monitor import Handshakes
 from common.net.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode
 from common.platform import threads
@@ -467,8 +467,8 @@ class HeartbeatThread:
                 self._late = self._late[0], time.monotonic() + self._interval_s
                 poller.poll(int(self._interval_s * 1000))
                 self._late = self.stood_still_s(), inf
-                while (ask := receive(socket, ToHeart)) is not None:
-                    asked = ask.number
+                while (ping := receive(socket, ToHeartbeatThread)) is not None:
+                    asked = ping.number
                 handshakes.look()
 
     def stood_still_s(self) -> float:

@@ -41,7 +41,7 @@ from common.net.sockets import Channels, is_local
 from common.net.wire import MAX_REPORT_BYTES, decode
 from coordinator.cluster.complaints import Complaints
 from coordinator.cluster.events import GatewayEvents, Loss
-from coordinator.cluster.identities import control_identity, shown, who
+from coordinator.cluster.identities import control_identity, parse_identity, shown
 from coordinator.cluster.lost_workers import LostWorkers
 from coordinator.cluster.outbox import Outbox
 from coordinator.cluster.reception import Reception
@@ -128,7 +128,7 @@ class Gateway:
         coordinator to their process ids; one that does not join is treated as hung."""
         self._replace = replace
         for name, pid in serving.items():
-            self.registry.awaits(name, socket.gethostname(), pid, self.clock())
+            self.registry.expect_rejoin(name, socket.gethostname(), pid, self.clock())
 
     def close(self) -> None:
         if self._loop is not None:
@@ -279,7 +279,7 @@ class Gateway:
             if self._reception.other_version(frame, data):
                 return
             raise
-        name, incarnation = who(frame)
+        name, incarnation = parse_identity(frame)
         events = self._events
         assert events is not None
         if isinstance(message, Hello):
@@ -295,7 +295,7 @@ class Gateway:
             raise WireError(f"sent as a {worker.role} worker with the key of {party}")
         if control_identity(frame) != worker.route:
             raise WireError(f"not sent from the identity of {worker.hello.name}, whose incarnation it claims")
-        self.registry.spoke(worker, now_s)
+        self.registry.on_message(worker, now_s)
         self._deliver(worker, message, now_s, events)
 
     def _deliver(

@@ -23,7 +23,7 @@ def heartbeat_identity(route: bytes) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def who(frame: bytes) -> tuple[str, Incarnation]:
+def parse_identity(frame: bytes) -> tuple[str, Incarnation]:
     """Parse name and incarnation from an identity; raises WireError if it has another form."""
     try:
         parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 2)

@@ -29,7 +29,7 @@ from common.net.peer_ban_list import PeerBanList
 from common.net.wire import MAX_REPORT_BYTES, decode
 from coordinator.cluster.complaints import Complaints
 from coordinator.cluster.events import GatewayEvents, Loss
-from coordinator.cluster.identities import control_identity, printable, shown, who
+from coordinator.cluster.identities import control_identity, parse_identity, printable, shown
 from coordinator.cluster.lost_workers import LostWorkers, Missing
 from coordinator.cluster.outbox import Outbox
 from coordinator.cluster.registry import JoinRefused, Registry, name_taken, other_protocol
@@ -114,7 +114,7 @@ class Reception:
         return self._turns_away(frame, data) or self._asks_back(frame, data)
 
     def _check_identity(self, party: Party | None, frame: bytes, hello: Hello) -> None:
-        if frame != control_identity(frame) or who(frame) != (hello.name, hello.incarnation):
+        if frame != control_identity(frame) or parse_identity(frame) != (hello.name, hello.incarnation):
             raise WireError("a Hello whose name and incarnation are not those of its identity")
         known = self._lost.get(hello.incarnation) or self._registry.get(hello.incarnation)
         if known is not None and known.route != frame:
@@ -124,8 +124,8 @@ class Reception:
             raise WireError(f"a Hello of a {hello.role} worker with the key of {party}")
 
     def _refuse(self, frame: bytes, refused: JoinRefused, *, disclose: bool = False) -> None:
-        """Refuse a worker and note the reason for the log. With ``told`` the reason is sent also without cluster keys,
-        since it reveals nothing about what is served here."""
+        """Refuse a worker and note the reason for the log. With ``disclose`` the reason is sent also without cluster
+        keys, since it reveals nothing about what is served here."""
         self._complaints.refusal(f"worker {shown(frame)} is refused: {printable(refused.reason)}")
         self._complaints.log_due(self._clock())
         reason = refused.reason if disclose or self._keyed else UNSAID
@@ -146,7 +146,7 @@ class Reception:
         """Return whether ``data``, which is no message of this version, may come from a worker of another version that
         takes this coordinator for its previous one. It gets a Rejoin, and its Hello then shows its version. From a
         worker that has joined here, and as a Hello, such data is just a bad message."""
-        _, incarnation = who(frame)
+        _, incarnation = parse_identity(frame)
         if self._lost.losing_worker(incarnation) is not None or self._registry.get(incarnation) is not None:
             return False
         try:

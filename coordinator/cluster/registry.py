@@ -191,7 +191,7 @@ class Registry:
         worker.move(WorkerState.READY)
         self.seen[worker.role].add(worker.hello.name)
 
-    def spoke(self, worker: WorkerHandle, now_s: float) -> None:
+    def on_message(self, worker: WorkerHandle, now_s: float) -> None:
         """Count any message as a heartbeat while none has come, for at most a lease after the Hello.
 
         The heartbeat thread connects after the Welcome, which over a slow network takes longer than a worker may be
@@ -289,7 +289,7 @@ class Registry:
             self.unresponsive.add(hang)
         return [(worker, hang.why(now_s)) for worker, hang in hangs]
 
-    def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
+    def expect_rejoin(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
         """Expect a Hello of a worker that ran before this coordinator started; without one it counts as hung."""
         if not any((worker.hello.name, worker.hello.host) == (name, host) for worker in self):
             self.unresponsive.add(UnresponsiveWorker(name, host, pid, "no Hello to this coordinator", now_s, now_s))

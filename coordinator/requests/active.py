@@ -77,13 +77,13 @@ class ActiveRequests:
         """End a request whose client has left or wants no more output. Idempotent; ignores a request that was not
         admitted."""
         if record.id in self.records:
-            self._end(record, State.ABORTED, tell_workers=True)
+            self._end(record, State.ABORTED, send_abort=True)
             self._metrics.ended(record, "aborted")
 
     def fail(self, record: RequestRecord, error: RequestError) -> None:
         """End the request with an error that is sent to the client. Idempotent."""
         if not record.progress.over:
-            self._end(record, State.FAILED, tell_workers=True)
+            self._end(record, State.FAILED, send_abort=True)
             self._metrics.ended(record, "failed")
             record.client.failed(record, error)
 
@@ -94,7 +94,7 @@ class ActiveRequests:
         on_prefill = progress.path == "disagg" and progress.state is not State.DECODING
         if on_prefill:
             record.path = "prefill"
-        self._end(record, State.DONE, tell_workers=record.cut or on_prefill)
+        self._end(record, State.DONE, send_abort=record.cut or on_prefill)
         self._metrics.ended(record, "done")
         if record.placed_at is not None:
             self._admission.served(self._clock() - record.placed_at)
@@ -120,13 +120,13 @@ class ActiveRequests:
             ),
         )
 
-    def _end(self, record: RequestRecord, state: State, *, tell_workers: bool) -> None:
+    def _end(self, record: RequestRecord, state: State, *, send_abort: bool) -> None:
         """Move the request to a terminal state and release all that it holds. Every request ends through here."""
         if record.queued:
             self.leave_queue(record, placed=False)
         elif record.placed_at is not None:
             self._admission.freed(self._clock() - record.placed_at)
-        if tell_workers:
+        if send_abort:
             self._assignments.abort(record.progress.workers, Abort(record.id, record.progress.attempt))
         record.progress.move(state)
         record.finished_at = self._clock()

@@ -16,7 +16,7 @@ from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests.admission import RetryBudget
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.state import State
-from coordinator.routing.breakers import Alone, Pair
+from coordinator.routing.breakers import Pair, SingleWorker
 from coordinator.routing.router import Placement, Router
 
 
@@ -46,7 +46,7 @@ class Assignments:
         prefill, decode = placement.prefill, placement.decode
         progress.place(placement.path, prefill.id if prefill else None, decode.id)
         for incarnation in progress.workers:
-            self._breakers.placed(Alone(incarnation), record.id)
+            self._breakers.placed(SingleWorker(incarnation), record.id)
         if prefill is not None:
             record.pair = Pair(prefill.id, decode.id)
             self._breakers.placed(record.pair, record.id)
@@ -76,7 +76,7 @@ class Assignments:
             self._router.release(record.promise)
             record.promise = None
         for incarnation in record.sent:
-            self._breakers.dropped(Alone(incarnation), record.id)
+            self._breakers.dropped(SingleWorker(incarnation), record.id)
             self._on.get(incarnation, {}).pop(record.id, None)
         record.sent.clear()
         record.missed_beats.clear()

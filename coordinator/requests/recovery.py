@@ -17,7 +17,7 @@ from coordinator.requests.active import ActiveRequests
 from coordinator.requests.assignments import Assignments
 from coordinator.requests.errors import given_up, worker_error
 from coordinator.requests.record import RequestRecord
-from coordinator.routing.breakers import Alone, Breakers
+from coordinator.routing.breakers import Breakers, SingleWorker
 
 log = logging.getLogger("tandem.dispatch")
 
@@ -66,7 +66,7 @@ class Recovery:
     def failed_by(self, worker: WorkerHandle, record: RequestRecord, *, delay_s: float = 0.0) -> None:
         """Retry a request that ``worker`` failed while staying alive. If the worker's circuit breaker is open, the
         retry is free once per worker: a worker that fails every request says nothing about this one."""
-        peer = Alone(worker.id)
+        peer = SingleWorker(worker.id)
         self._breakers.failed(peer, record.id, self._clock())
         free = not self._breakers.allows(peer) and worker.id not in record.excluded_workers
         self.retry(record, free=free, blamed=worker, delay_s=delay_s)

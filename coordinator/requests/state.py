@@ -230,7 +230,7 @@ class RequestState:
         self.crashes.clear()
         return True
 
-    def spoke(self, worker: Incarnation) -> None:
+    def on_tokens(self, worker: Incarnation) -> None:
         """Update the state after tokens of the current attempt arrived from ``worker``."""
         if worker == self.decode:
             self.decoding()

@@ -24,7 +24,7 @@ from coordinator.requests.placement_timer import PlacementTimer
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.recovery import Recovery
 from coordinator.requests.state import Contradiction, Gap
-from coordinator.routing.breakers import Alone
+from coordinator.routing.breakers import SingleWorker
 from coordinator.routing.router import Router
 
 log = logging.getLogger("tandem.dispatch")
@@ -111,8 +111,8 @@ class TokenStream:
         """Note that the worker has computed ``count`` new tokens: for the circuit breakers, the suspicion of a crash,
         the retry budget and the watch for silence."""
         progress = record.progress
-        progress.spoke(worker.id)
-        if not self._breakers.calm and self._breakers.succeeded(Alone(worker.id)):
+        progress.on_tokens(worker.id)
+        if not self._breakers.calm and self._breakers.succeeded(SingleWorker(worker.id)):
             self._timer.soon()
         if progress.crashes and progress.survives(count):
             self._timer.soon()  # other suspects may be placed on its workers now

@@ -31,13 +31,13 @@ class Pair(NamedTuple):
     decode: Incarnation
 
 
-class Alone(NamedTuple):
+class SingleWorker(NamedTuple):
     """A single worker, as the key of a breaker beside Pair."""
 
     worker: Incarnation
 
 
-Peer = Pair | Alone
+BreakerKey = Pair | SingleWorker
 
 
 class BreakerState(Enum):
@@ -67,21 +67,21 @@ class Breakers:
     :meth:`failed` or :meth:`dropped` for the same peer."""
 
     def __init__(self) -> None:
-        self._breakers: dict[Peer, _Breaker] = {}
+        self._breakers: dict[BreakerKey, _Breaker] = {}
 
     @property
     def calm(self) -> bool:
         """Whether no peer has failed since its last success."""
         return not self._breakers
 
-    def allows(self, peer: Peer) -> bool:
+    def allows(self, peer: BreakerKey) -> bool:
         """Return whether a request may be placed on ``peer``, as of the last :meth:`tick`."""
         breaker = self._breakers.get(peer)
         if breaker is None or breaker.state is BreakerState.CLOSED:
             return True
         return breaker.state is BreakerState.HALF_OPEN and breaker.probe is None
 
-    def state(self, peer: Peer) -> BreakerState:
+    def state(self, peer: BreakerKey) -> BreakerState:
         breaker = self._breakers.get(peer)
         return breaker.state if breaker else BreakerState.CLOSED
 
@@ -98,19 +98,19 @@ class Breakers:
                 breaker.state, ended = BreakerState.HALF_OPEN, True
         return ended
 
-    def placed(self, peer: Peer, request: RequestId) -> None:
+    def placed(self, peer: BreakerKey, request: RequestId) -> None:
         """Note that ``request`` was placed on ``peer``; if the breaker is half open, the request is its probe."""
         breaker = self._breakers.get(peer)
         if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
             breaker.probe = request
 
-    def succeeded(self, peer: Peer) -> bool:
+    def succeeded(self, peer: BreakerKey) -> bool:
         """Close the breaker after an accepted hand-off (of a pair) or computed tokens (of a worker); return whether it
         was open or half open."""
         breaker = self._breakers.pop(peer, None)
         return breaker is not None and breaker.state is not BreakerState.CLOSED
 
-    def failed(self, peer: Peer, request: RequestId, now: float) -> None:
+    def failed(self, peer: BreakerKey, request: RequestId, now: float) -> None:
         """Note that ``request`` failed on ``peer``. Requests that were already there when the breaker opened are
         ignored: only the probe counts then."""
         breaker = self._breakers.setdefault(peer, _Breaker())
@@ -122,7 +122,7 @@ class Breakers:
             case BreakerState.HALF_OPEN if breaker.probe == request:
                 breaker.open(now, 2 * breaker.cool_down_s)
 
-    def dropped(self, peer: Peer, request: RequestId) -> None:
+    def dropped(self, peer: BreakerKey, request: RequestId) -> None:
         """Note that ``request`` left ``peer`` without a result; if it was the probe, the next request may be."""
         breaker = self._breakers.get(peer)
         if breaker is not None and breaker.probe == request:

@@ -12,15 +12,15 @@ DEEP_STEPS, SHALLOW_STEPS = 16.0, 8.0
 """Pressure begins when a new prompt would wait for at least DEEP_STEPS full prefill steps, which means seconds, and
 ends when it would wait for fewer than SHALLOW_STEPS."""
 
-Tell = Callable[[bool], None]
+OnChange = Callable[[bool], None]
 """Called with True when prompts begin to pile up and with False when they no longer do."""
 
 
 class QueuePressure:
-    """Detects queue pressure with hysteresis and calls ``tell`` at every change."""
+    """Detects queue pressure with hysteresis and calls ``report`` at every change."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, report: OnChange) -> None:
+        self._report = report
         self.deep = False
 
     def look(self, steps: float) -> None:
@@ -28,4 +28,4 @@ class QueuePressure:
         prefill worker with the longest backlog."""
         if steps < SHALLOW_STEPS if self.deep else steps >= DEEP_STEPS:
             self.deep = not self.deep
-            self._tell(self.deep)
+            self._report(self.deep)

@@ -18,7 +18,7 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import ChainKey
 from common.net.messages import Hello, Role
 from coordinator.cluster.registry import Registry, WorkerHandle
-from coordinator.routing.breakers import Alone, Breakers, Pair
+from coordinator.routing.breakers import Breakers, Pair, SingleWorker
 from coordinator.routing.paths import Path
 
 Chains = Mapping[KvDtype, Sequence[ChainKey]]
@@ -201,7 +201,9 @@ class Router:
         always has room."""
         ready = [worker for worker in self.registry.ready(role) if worker.id not in demand.apart_from]
         able = [worker for worker in ready if _holds(demand, worker)]
-        ranks = [(self.breakers.allows(Alone(each.id)), min(demand.output, _room(demand, each))) for each in able]
+        ranks = [
+            (self.breakers.allows(SingleWorker(each.id)), min(demand.output, _room(demand, each))) for each in able
+        ]
         best = max(ranks, default=None)
         return [worker for worker, rank in zip(able, ranks, strict=True) if rank == best]
 

@@ -82,7 +82,7 @@ def cost(body: bytes) -> int:
     return len(body) + (OBJECT_COST * (body.count(b"{") + body.count(b"[")) if len(body) <= LARGE_BYTES else 0)
 
 
-class _Step(NamedTuple):
+class _LaneStep(NamedTuple):
     """A step that waits in a lane. ``size``: characters, tokens or bytes."""
 
     size: int
@@ -99,7 +99,7 @@ class Lane:
         """Texts in the lane and their characters, by size class."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"text-{name}", initializer=threads.compute)
         self._lock = Lock()
-        self._waiting: dict[int, _Step] = {}
+        self._waiting: dict[int, _LaneStep] = {}
         """Waiting steps by number, oldest first."""
         self._numbers = count()
         self._oldest_next = True
@@ -146,7 +146,7 @@ class Lane:
         run; once it runs, it runs to its end."""
         number, result = next(self._numbers), Future[T]()
         with self._lock:
-            self._waiting[number] = _Step(size, work, result)
+            self._waiting[number] = _LaneStep(size, work, result)
         self._executor.submit(self._next)
         try:
             return await asyncio.wrap_future(result)
@@ -172,7 +172,7 @@ class Lane:
             self._done_chars += step.size - _FORGOTTEN * self._done_chars
             del step  # the traceback of an error refers to this frame; the cycle would keep the text until a collection
 
-    def _pop(self) -> _Step | None:
+    def _pop(self) -> _LaneStep | None:
         """Remove and return the next step: the oldest, or with ``by_size`` alternately the smallest and the oldest.
         None if no step waits."""
         with self._lock:

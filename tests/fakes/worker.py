@@ -41,7 +41,7 @@ from common.net.messages import (
     Reserve,
     Role,
     Timing,
-    ToHeart,
+    ToHeartbeatThread,
     ToWorker,
     Welcome,
 )
@@ -179,9 +179,9 @@ class FakeWorker:
                 while (message := receive(control, ToWorker)) is not None:
                     if not self.deaf:
                         self._take(control, message)
-            while (ask := receive(beats, ToHeart)) is not None:
+            while (ping := receive(beats, ToHeartbeatThread)) is not None:
                 if self.answers:
-                    send(beats, self.beat(ask.number))
+                    send(beats, self.beat(ping.number))
             now = time.monotonic()
             while self._outbox:
                 send(control, self._outbox.popleft())

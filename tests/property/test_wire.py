@@ -68,7 +68,7 @@ from common.net.messages import (
     Reserve,
     Timing,
     ToDecode,
-    ToHeart,
+    ToHeartbeatThread,
     Tokens,
     ToPrefill,
     ToWorker,
@@ -96,7 +96,7 @@ from kvtransfer.links.pull import signed
 from kvtransfer.peer_proof import proof, proven
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
-UNIONS = (FromWorker, ToHeart, ToWorker, ToDecode, ToPrefill)
+UNIONS = (FromWorker, ToHeartbeatThread, ToWorker, ToDecode, ToPrefill)
 KINDS = {union: typing.get_args(union) or (union,) for union in UNIONS}
 TAGGED = {
     kind.__struct_config__.tag: kind

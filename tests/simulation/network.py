@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from common.net.messages import Message, ToHeart, Tokens
+from common.net.messages import Message, ToHeartbeatThread, Tokens
 from common.net.socket_monitor import EVENT, Handshakes
 from common.net.sockets import BEAT_SUFFIX, Channels, receive
 from common.net.wire import DIGEST_BYTES, encode
@@ -495,8 +495,8 @@ class SimulatedHeart:
             process.clock.at(self._due, process.run, self._tick)
 
     def _answer(self) -> None:
-        while not self._stopped and (ask := receive(self._socket, ToHeart)) is not None:
-            self._send(ask.number)
+        while not self._stopped and (ping := receive(self._socket, ToHeartbeatThread)) is not None:
+            self._send(ping.number)
 
     def _send(self, asked: int) -> None:
         process = self._channels.process

@@ -16,7 +16,7 @@ from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.state import State
-from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Alone, Pair
+from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Pair, SingleWorker
 from coordinator.routing.router import Placement
 from tests.simulation.liveness import Attempt, Record
 
@@ -77,7 +77,7 @@ class CheckedDispatcher(Dispatcher):
             return min(demand.output, demand.room(worker.hello))
 
         others = [each for each in self.registry.ready(decode.role) if each.id not in demand.apart_from]
-        most = max((room(each) for each in others if self.breakers.allows(Alone(each.id))), default=0)
+        most = max((room(each) for each in others if self.breakers.allows(SingleWorker(each.id))), default=0)
         if room(decode) < min(most, demand.output):
             self.complain(f"{room(decode)} tokens fit on {decode.hello.name}, {most} elsewhere")
 

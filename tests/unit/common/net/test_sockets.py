@@ -21,7 +21,7 @@ from common.core.errors import StartError, WireError
 from common.net import keys
 from common.net import sockets as channel
 from common.net.keys import PARTIES, Party
-from common.net.messages import Ping, ToHeart
+from common.net.messages import Ping, ToHeartbeatThread
 from common.net.sockets import (
     DROPPED_PARTS,
     KV_HIGH_WATER_MESSAGES,
@@ -139,7 +139,7 @@ def test_a_heart_that_is_asked_beats_at_once() -> None:
         for number in (0, 5):
             assert router.poll(5000)
             peer, beat = router.recv_multipart()
-            assert decode(beat, ToHeart) == Ping(number)
+            assert decode(beat, ToHeartbeatThread) == Ping(number)
             assert send(router, Ping(5), peer)
     finally:
         heartbeat_thread.stop()

@@ -139,7 +139,7 @@ def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door
     hello, clock = hello_of("decode"), door.gateway.clock
     name = identity(hello.name, hello.incarnation)
     control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
-    door.registry.awaits(hello.name, hello.host, hello.pid, clock() - 7)
+    door.registry.expect_rejoin(hello.name, hello.host, hello.pid, clock() - 7)
 
     def answered() -> bool:
         # Repeated: the first beat may be read before the control connection, which carries the answer, is open.

@@ -267,7 +267,7 @@ def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
     registry = Registry("f")
     worker, gone_at = join(registry), 0.0
     for step in range(1, 100):
-        registry.spoke(worker, step * TIMES.sweep_s)
+        registry.on_message(worker, step * TIMES.sweep_s)
         if registry.sweep(step * TIMES.sweep_s):
             gone_at = step * TIMES.sweep_s
             break
@@ -424,7 +424,7 @@ def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
     registry = Registry(None)
     early = join(registry, "d0")
     for pid, name in enumerate(("d0", "d1", "d2")):
-        registry.awaits(WorkerName(name), "h", pid, 0.0)
+        registry.expect_rejoin(WorkerName(name), "h", pid, 0.0)
     registry.gone(early)
     registry.sweep(0.0)
     assert hung(registry, 2.0) == []
@@ -437,7 +437,7 @@ def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
 def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:
     """Its heartbeats report the long step to a coordinator that does not know the worker."""
     registry = Registry(None)
-    registry.awaits(WorkerName("d0"), "h", 7, 5.0)
+    registry.expect_rejoin(WorkerName("d0"), "h", 7, 5.0)
     registry.sweep(5.0)
     turn_ms = 3000
     for tick in range(40):

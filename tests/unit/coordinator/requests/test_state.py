@@ -48,10 +48,10 @@ def test_a_move_that_is_not_in_the_table_is_a_broken_invariant() -> None:
 def test_the_usual_walk() -> None:
     progress = placed()
     assert progress.accept(0, 0, 0, [7], RUNNING) == Accepted(0, [7], RUNNING)
-    progress.spoke(P)
+    progress.on_tokens(P)
     assert progress.state is State.SHIPPING
     assert progress.accept(0, 0, 0, [7, 8], RUNNING) == Accepted(1, [8], RUNNING)
-    progress.spoke(D)
+    progress.on_tokens(D)
     assert progress.state is State.DECODING
     assert progress.accept(0, 0, 2, [9], STOP) == Accepted(0, [9], STOP)
     assert progress.finished and progress.output == [[7, 8, 9]]
@@ -62,10 +62,10 @@ def test_the_usual_walk() -> None:
 def test_decode_may_speak_before_prefill() -> None:
     progress = placed()
     progress.accept(0, 0, 0, [7, 8], RUNNING)
-    progress.spoke(D)
+    progress.on_tokens(D)
     assert progress.state is State.DECODING
     assert progress.accept(0, 0, 0, [7], RUNNING) is None
-    progress.spoke(P)
+    progress.on_tokens(P)
     assert progress.state is State.DECODING
 
 
@@ -216,7 +216,7 @@ def test_prefill_is_needed_until_decode_has_the_kv() -> None:
     progress = placed()
     assert progress.needs(P) and progress.needs(D) and not progress.needs(Incarnation("other"))
     progress.accept(0, 0, 0, [1], RUNNING)
-    progress.spoke(P)
+    progress.on_tokens(P)
     assert progress.needs(P)
     progress.decoding()
     assert not progress.needs(P) and progress.needs(D)

@@ -14,7 +14,7 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
 from common.net.messages import Cached
 from coordinator.cluster.registry import Registry, WorkerHandle
-from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
+from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, Pair, SingleWorker
 from coordinator.routing.router import (
     HELD_STEPS,
     HORIZON_TOKENS,
@@ -442,7 +442,7 @@ def test_a_pair_whose_hand_offs_keep_failing_is_passed_over() -> None:
 def test_a_worker_that_fails_everything_is_left_out_however_much_room_it_has() -> None:
     router, (_, sick, sound) = cluster(decodes=2)
     for _ in range(FAILURES):
-        router.breakers.failed(Alone(sick.id), new_request_id(), 0.0)
+        router.breakers.failed(SingleWorker(sick.id), new_request_id(), 0.0)
     for _ in range(40):
         verdict = router.place(Demand(100, 10, 1))
         if isinstance(verdict, Wait):
@@ -454,7 +454,7 @@ def test_a_worker_that_fails_everything_is_left_out_however_much_room_it_has() -
     router.breakers.tick(FIRST_COOL_DOWN_S)
     placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement) and placement.decode is sick, "one request tries it"
-    router.breakers.placed(Alone(sick.id), new_request_id())
+    router.breakers.placed(SingleWorker(sick.id), new_request_id())
     assert isinstance(router.place(Demand(100, 10, 1)), Wait)
 
 
@@ -462,7 +462,7 @@ def test_a_worker_that_fails_everything_is_better_than_none() -> None:
     router, (prefill, decode) = cluster()
     for worker in (prefill, decode):
         for _ in range(FAILURES):
-            router.breakers.failed(Alone(worker.id), new_request_id(), 0.0)
+            router.breakers.failed(SingleWorker(worker.id), new_request_id(), 0.0)
     assert isinstance(router.place(Demand(100, 10, 1)), Placement)
 
 
