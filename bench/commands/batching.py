@@ -20,11 +20,11 @@ from rich.console import Console
 
 from bench.commands.serve import show_remarks
 from bench.load import results
-from bench.load.comparison import Spread
+from bench.load.comparison import RoundRange
 from bench.load.run import Run, run_now
 from bench.load.setup import Prepared, prepare_with
 from bench.load.tokens import Tokenizer, ordinary_ids
-from bench.load.workloads import Ask, random_asks
+from bench.load.workloads import PlannedRequest, random_asks
 from common.config.bench.batching import BenchBatchingConfig
 from common.core.errors import StartError
 
@@ -44,7 +44,7 @@ class Result:
         return self.tokens / self.seconds
 
 
-def mixed(asks: Sequence[Ask], mean: int, most: int, seed: int) -> list[Ask]:
+def mixed(asks: Sequence[PlannedRequest], mean: int, most: int, seed: int) -> list[PlannedRequest]:
     """Return the same prompts with exponentially distributed answer lengths of the given ``mean``, at most ``most``."""
     drawn = np.random.default_rng(seed).exponential(mean, len(asks))
     lengths = np.clip(np.rint(drawn), 1, most).astype(int).tolist()
@@ -56,7 +56,7 @@ def longest_answer(mean: int, prompt: int, longest: int | None) -> int:
     return LONGEST * mean if longest is None else min(LONGEST * mean, longest - prompt)
 
 
-def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
+def static_batches(asks: Sequence[PlannedRequest], size: int) -> list[list[PlannedRequest]]:
     """Split into batches, in order; within a batch every answer is as long as the longest."""
     batches = [list(asks[at : at + size]) for at in range(0, len(asks), size)]
     return [
@@ -64,7 +64,7 @@ def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
     ]
 
 
-def _prompts(config: BenchBatchingConfig, tokenizer: Tokenizer) -> list[Ask]:
+def _prompts(config: BenchBatchingConfig, tokenizer: Tokenizer) -> list[PlannedRequest]:
     """Return the prompts, with answers of the mean length."""
     lengths = config.random_input_len, config.random_output_len
     return random_asks(ordinary_ids(tokenizer), config.num_prompts, *lengths, seed=config.seed)
@@ -94,9 +94,9 @@ def run(config: BenchBatchingConfig) -> int:
             asks = mixed(words, mean, most, config.seed + number)
             found[way].append(measure(config, prepared, asks, console))
     for way, outcomes in found.items():
-        print(f"{way:<11} useful tok/s: {Spread.of([each.rate for each in outcomes]):.1f}")
+        print(f"{way:<11} useful tok/s: {RoundRange.of([each.rate for each in outcomes]):.1f}")
     ratios = [mine.rate / other.rate for mine, other in zip(found["continuous"], found["static"], strict=True)]
-    gain = Spread.of(ratios)
+    gain = RoundRange.of(ratios)
     print(f"continuous batching gives {gain:.2f} times as many, against batches of {config.batch_size}")
     if config.save:
         about = {"label": config.label, "model_id": prepared.target.model}
@@ -104,14 +104,18 @@ def run(config: BenchBatchingConfig) -> int:
     return 0
 
 
-def _continuous(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask], console: Console) -> Result:
+def _continuous(
+    config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[PlannedRequest], console: Console
+) -> Result:
     warm = prepared.warm(config.num_warmups)
     run = run_now(prepared.target, asks, [0.0] * len(asks), warm=warm, console=console, title="continuous")
     _check(asks, run, console)
     return Result(sum(ask.output_tokens for ask in asks), run.seconds)
 
 
-def _static(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask], console: Console) -> Result:
+def _static(
+    config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[PlannedRequest], console: Console
+) -> Result:
     seconds = 0.0
     for batch in static_batches(asks, config.batch_size):
         run = run_now(prepared.target, batch, [0.0] * len(batch), console=console, title="static")
@@ -120,7 +124,7 @@ def _static(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask]
     return Result(sum(ask.output_tokens for ask in asks), seconds)
 
 
-def _check(asks: Sequence[Ask], run: Run, console: Console) -> None:
+def _check(asks: Sequence[PlannedRequest], run: Run, console: Console) -> None:
     """Raise StartError if a request failed, or if an answer is shorter than requested: neither can be compared."""
     if not all(record.ok for record in run.records):
         show_remarks(console, run.records)

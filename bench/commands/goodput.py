@@ -35,7 +35,7 @@ FIRST_SHARE = 0.5
 MOST_RUNS = 16
 NEAR = 1.08
 """Two rates with a smaller ratio are close enough to interpolate between."""
-BORNE = 0.5
+MIN_ANSWERED_SHARE = 0.5
 """Requests answered per second of the whole run, as a share of the rate, that a run needs to show that the rate is
 sustained. Below it, answers took longer than all requests took to arrive."""
 
@@ -50,9 +50,9 @@ class Point:
     answered: float = math.inf
 
     @property
-    def tells(self) -> bool:
+    def conclusive(self) -> bool:
         """Whether the run lasted long enough to show that the rate is sustained."""
-        return self.answered >= BORNE * self.rate
+        return self.answered >= MIN_ANSWERED_SHARE * self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def highest(curve: Sequence[Point], wanted: float) -> Goodput:
     """Return where the curve first falls below ``wanted``; 0 if even its lowest rate is below. Good results of runs
     that were too short do not count."""
     before: Point | None = None
-    for point in sorted(_telling(curve, wanted), key=lambda each: each.rate):
+    for point in sorted(_conclusive(curve, wanted), key=lambda each: each.rate):
         if point.attainment < wanted:
             if before is None:
                 return Goodput(0.0)
@@ -82,20 +82,20 @@ def highest(curve: Sequence[Point], wanted: float) -> Goodput:
     return Goodput(before.rate if before else 0.0, at_least=True)
 
 
-def _telling(curve: Sequence[Point], wanted: float) -> list[Point]:
+def _conclusive(curve: Sequence[Point], wanted: float) -> list[Point]:
     """Return the curve without the good results of runs that were too short."""
-    return [point for point in curve if point.tells or point.attainment < wanted]
+    return [point for point in curve if point.conclusive or point.attainment < wanted]
 
 
 def next_rate(curve: Sequence[Point], wanted: float, first: float, near: float = NEAR) -> float | None:
     """Return the rate to try next, or None if the answer is known well enough: between two rates with a ratio of at
     most ``near``."""
-    telling = _telling(curve, wanted)
-    good = [point.rate for point in telling if point.attainment >= wanted]
-    bad = [point.rate for point in telling if point.attainment < wanted]
+    conclusive = _conclusive(curve, wanted)
+    good = [point.rate for point in conclusive if point.attainment >= wanted]
+    bad = [point.rate for point in conclusive if point.attainment < wanted]
     if not curve:
         return first
-    if len(curve) >= MOST_RUNS or len(telling) < len(curve):
+    if len(curve) >= MOST_RUNS or len(conclusive) < len(curve):
         return None
     if not bad:
         return 2 * max(good)
@@ -184,8 +184,8 @@ def remarks(goodput: Goodput, points: Sequence[Point], config: BenchGoodputConfi
                 f"at {again} enough were inside again: {config.num_prompts} requests at each rate leave it to "
                 "chance (--num-prompts)"
             )
-    telling = _telling(points, config.attainment)
-    if short := ", ".join(f"{point.rate:.2f}" for point in points if point not in telling):
+    conclusive = _conclusive(points, config.attainment)
+    if short := ", ".join(f"{point.rate:.2f}" for point in points if point not in conclusive):
         lines.append(
             f"at {short} requests/s most of the time passed after the last request had been sent, which shows nothing "
             "about such a rate: send more (--num-prompts)"

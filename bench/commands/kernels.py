@@ -24,8 +24,8 @@ from rich.console import Console
 
 from bench.commands.roofline import (
     MIB,
+    LinearShape,
     Product,
-    Shape,
     best_s,
     on_threads,
     product,
@@ -193,7 +193,7 @@ Read = Callable[[int], float]
 """Gives the bytes per second at which memory of so many bytes is read."""
 
 
-def measure(heads: Heads, layers: list[Shape], dtype: KvDtype, threads: int, say: Say) -> dict[str, Any]:
+def measure(heads: Heads, layers: list[LinearShape], dtype: KvDtype, threads: int, say: Say) -> dict[str, Any]:
     """Measure all kernels on ``threads`` threads."""
     with on_threads(threads):
         rates = read_rates()
@@ -248,7 +248,9 @@ def _measure_attention(heads: Heads, dtype: KvDtype, read: Read, say: Say) -> li
     return attention
 
 
-def _measure_linear(layers: list[Shape], dtype: KvDtype, read: Read, say: Say) -> tuple[list[Judged], dict[str, float]]:
+def _measure_linear(
+    layers: list[LinearShape], dtype: KvDtype, read: Read, say: Say
+) -> tuple[list[Judged], dict[str, float]]:
     """Measure the linear layers for all rows, whole and int8. Also returns the most operations per second, of whole
     numbers and in parts (see :func:`most_flops`)."""
     torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32

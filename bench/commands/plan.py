@@ -27,7 +27,7 @@ from bench.load.run import run_now
 from bench.load.setup import as_load, times, workload
 from bench.load.systems import counts, running
 from bench.load.tokens import FileTokenizer, ordinary_ids
-from bench.load.workloads import Ask, random_asks, relabelled, within
+from bench.load.workloads import PlannedRequest, random_asks, relabelled, within
 from bench.simulate.cost import CostModel, load_costs, machines_differ, measure, source
 from bench.simulate.world import HELP_WITH_FEW, HELP_WITH_MANY, LENT_TOKENS, MANY_TOKENS, Limits, World
 from common import builtin
@@ -117,7 +117,7 @@ def run(config: BenchPlanConfig) -> int:
 
 def _round(
     config: BenchPlanConfig, number: int, tokenizer: FileTokenizer, longest: int
-) -> tuple[list[Ask], list[float]]:
+) -> tuple[list[PlannedRequest], list[float]]:
     """Return the requests of one round and their arrival times in seconds, made with the same seed as in round
     ``number`` of ``compare``."""
     options = replace(config, seed=config.seed + number)
@@ -132,7 +132,7 @@ def planned(
     system: str,
     cost: CostModel,
     limits: Limits,
-    rounds: Iterable[tuple[list[Ask], list[float]]],
+    rounds: Iterable[tuple[list[PlannedRequest], list[float]]],
     objectives: Sequence[Objective],
 ) -> Outcome:
     """Simulate the rounds of one system."""
@@ -184,7 +184,7 @@ def _cost(
     return cost, origin
 
 
-def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
+def served_gap_s(model: str, threads: int, asks: Sequence[PlannedRequest], console: Console) -> float:
     """Return the median time in seconds between tokens of ``asks``, sent at once to a system with one decode worker."""
     with running(model, "1p1d", ["--threads", str(threads)]) as url:
         target = Target(url, str(HttpClient(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})

@@ -52,7 +52,7 @@ _LEAST_S = 0.02
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     """A linear layer of a model: ``count`` times [rows, ``inputs``] to [rows, ``outputs``]."""
 
     name: str
@@ -68,17 +68,17 @@ LLAMA_82M: Mapping[str, int] = {
 """Shape of the model for which the goals on two cores are stated."""
 
 
-def shapes(config: Mapping[str, Any]) -> list[Shape]:
+def shapes(config: Mapping[str, Any]) -> list[LinearShape]:
     """Return the merged linear layers of the decoder that a ``config.json`` describes."""
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     dim = config.get("head_dim") or hidden // heads
     kv_heads, inner = config.get("num_key_value_heads") or heads, config["intermediate_size"]
     return [
-        Shape("qkv", (heads + 2 * kv_heads) * dim, hidden, layers),
-        Shape("out", hidden, heads * dim, layers),
-        Shape("gate_up", 2 * inner, hidden, layers),
-        Shape("down", hidden, inner, layers),
-        Shape("lm_head", config["vocab_size"], hidden, 1),
+        LinearShape("qkv", (heads + 2 * kv_heads) * dim, hidden, layers),
+        LinearShape("out", hidden, heads * dim, layers),
+        LinearShape("gate_up", 2 * inner, hidden, layers),
+        LinearShape("down", hidden, inner, layers),
+        LinearShape("lm_head", config["vocab_size"], hidden, 1),
     ]
 
 
@@ -230,7 +230,7 @@ class Product:
 
 
 def passes(
-    layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = False
+    layers: list[LinearShape], dtype: torch.dtype, rows: int, int8: bool = False
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield each way's name and a pass of ``rows`` rows through all layers, one after another, so that weights come
     from where a step finds them (ours are in large pages). The weights of a way are made when it is requested."""
@@ -248,7 +248,7 @@ def passes(
 
 
 @torch.inference_mode()
-def product(layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = False) -> Product:
+def product(layers: list[LinearShape], dtype: torch.dtype, rows: int, int8: bool = False) -> Product:
     """Time the pass of each way, twice in turn."""
     seconds: dict[str, float] = {}
     for _ in range(2):
@@ -293,7 +293,7 @@ def on_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(layers: list[LinearShape], threads: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all limits on ``threads`` threads; ``say`` takes each line of the table as it is measured."""
     with on_threads(threads):
         say(f"{device.cpu_name()}, {threads} of {len(os.sched_getaffinity(0))} cores")

@@ -47,7 +47,7 @@ class Figures:
 
 
 @dataclass
-class Report:
+class EvaluationReport:
     """The result of an evaluation. ``golden`` is the digest of the golden set: only results of the same set may be
     compared. ``fingerprint`` is the server's ``system_fingerprint``."""
 
@@ -73,7 +73,7 @@ class Report:
             asked = str(record["messages"][-1]["content"])
             self.failures.append({"skill": record["skill"], "asked": asked, "said": said, "why": verdict.why})
 
-    def only(self, skills: Iterable[str]) -> Report:
+    def only(self, skills: Iterable[str]) -> EvaluationReport:
         """Return the report restricted to these skills. Raises StartError if it lacks one of them."""
         if missing := [name for name in skills if name not in self.skills]:
             raise StartError(
@@ -93,7 +93,7 @@ class Report:
         }  # fmt: skip
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> EvaluationReport:
         """Read a saved report. Raises StartError if there is none."""
         try:
             data = results.load(path)
@@ -116,7 +116,7 @@ async def evaluate(
     skills: Sequence[str] = (),
     timeout_s: float = 120.0,
     console: Console | None = None,
-) -> Report:
+) -> EvaluationReport:
     """Send the golden items of ``skills`` (all if empty) to the server at ``url`` (with or without ``/v1``).
 
     A request that fails counts as a wrong answer. Raises StartError if all fail: that says nothing about quality."""
@@ -127,7 +127,7 @@ async def evaluate(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(force_close=True)  # the server may close a kept-alive one just as it is reused
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
-        report = Report(model or await _first_model(session, base), digest)
+        report = EvaluationReport(model or await _first_model(session, base), digest)
         with _progress(console) as progress:
             task = progress.add_task("asking", total=len(records))
 
@@ -178,7 +178,9 @@ async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
         raise StartError(f"no model answers at {base}", reason(error), "start one: tandem up") from error
 
 
-async def _ask(session: aiohttp.ClientSession, base: str, report: Report, record: Record) -> tuple[Answer | None, str]:
+async def _ask(
+    session: aiohttp.ClientSession, base: str, report: EvaluationReport, record: Record
+) -> tuple[Answer | None, str]:
     """Return the answer to one item, or None and the reason."""
     body: Record = {
         "model": report.model, "messages": record["messages"],
@@ -222,7 +224,7 @@ def _progress(console: Console | None) -> Progress:
     return Progress(*columns, console=console, disable=console is None, transient=True)
 
 
-def table(report: Report, baseline: Report | None = None) -> Table:
+def table(report: EvaluationReport, baseline: EvaluationReport | None = None) -> Table:
     """Return a table of the results per skill, beside the baseline's if there is one."""
     if baseline:
         baseline = comparable(baseline, report)
@@ -240,7 +242,7 @@ def table(report: Report, baseline: Report | None = None) -> Table:
     return shown
 
 
-def comparable(baseline: Report, report: Report) -> Report:
+def comparable(baseline: EvaluationReport, report: EvaluationReport) -> EvaluationReport:
     """Return ``baseline`` restricted to the skills in ``report``. Raises StartError if their golden sets differ."""
     if report.golden != baseline.golden:
         raise StartError(
@@ -251,7 +253,7 @@ def comparable(baseline: Report, report: Report) -> Report:
     return baseline.only(report.skills)
 
 
-def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: float) -> list[str]:
+def drops(report: EvaluationReport, baseline: EvaluationReport, tolerance: float, skill_tolerance: float) -> list[str]:
     """Describe each skill of ``report``, and the total, that fell below ``baseline`` by more than the tolerance.
 
     Tolerances are fractions: ``skill_tolerance`` for each skill, ``tolerance`` for the total."""
@@ -270,7 +272,7 @@ def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: f
 def run(config: EvalConfig) -> int:
     """Run ``tandem eval``. Returns exit code 1 if something fell below a given baseline. Raises StartError if nothing
     could be measured."""
-    baseline = Report.load(Path(config.compare)) if config.compare else None
+    baseline = EvaluationReport.load(Path(config.compare)) if config.compare else None
     skills = [name.strip() for name in (config.skills or "").split(",") if name.strip()]
     console = Console()
     report = asyncio.run(

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.goals.calibration import BATCH, CONTEXT, PROMPTS, Calibration, calibrate, in_child
 from bench.goals.field import OURS_ONE_CORE, VLLM_ONE_CORE, Field, System, good
-from bench.goals.figures import Row, Target, against, by_round
+from bench.goals.figures import GoalTarget, Row, against, by_round
 
 
 def calibration(field: Field) -> Calibration:
@@ -50,15 +50,15 @@ def gaps(field: Field, batch: int) -> dict[System, list[float]]:
 
 def c1(field: Field) -> list[Row]:
     """Decode of one stream is bound by how fast the weights are read."""
-    return [_decode(field, "C1", 1, Target("share", 0.85, 0.75), Target("ratio", 1.15))]
+    return [_decode(field, "C1", 1, GoalTarget("share", 0.85, 0.75), GoalTarget("ratio", 1.15))]
 
 
 def c2(field: Field) -> list[Row]:
     """Decode of 16 streams is bound by reading the weights and their KV."""
-    return [_decode(field, "C2", BATCH, Target("share", 0.80, 0.65), Target("ratio", 1.2))]
+    return [_decode(field, "C2", BATCH, GoalTarget("share", 0.80, 0.65), GoalTarget("ratio", 1.2))]
 
 
-def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
+def _decode(field: Field, goal: str, batch: int, *targets: GoalTarget) -> Row:
     core = calibration(field)
     size, rounds = core.step_bytes(batch), core.decode
     seen = gaps(field, batch)
@@ -107,7 +107,7 @@ def c3(field: Field) -> list[Row]:
                 f"prefill of {tokens:,} tokens, one core",
                 "ms",
                 1000 * statistics.median(run.seconds for run in runs),
-                (Target("share", 0.85, 0.75), Target("ratio", 1.15)),
+                (GoalTarget("share", 0.85, 0.75), GoalTarget("ratio", 1.15)),
                 limit=1000 * statistics.median(operations / run.flops_per_s for run in runs),
                 share=statistics.median(operations / run.flops_per_s / run.seconds for run in runs),
                 note=f"the ratio compares TTFT: {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms",
@@ -148,7 +148,7 @@ def c7(field: Field) -> list[Row]:
             f"share of a worker's turn outside the model's kernels, decode at batch {BATCH}",
             "%",
             100 * statistics.median(overheads),
-            (Target("value", 4, at_most=True),),
+            (GoalTarget("value", 4, at_most=True),),
             note=f"a turn takes {1000 * seconds:.2f} ms, the kernels {1000 * model:.2f} ms; with linear layers and "
             f"attention measured on their own the share is {1 - core.kernels / seconds:.1%}",
             detail={"percent": [100 * each for each in overheads]},

@@ -21,7 +21,7 @@ from bench.load.client import Record, Target
 from bench.load.run import Run, run_now
 from bench.load.systems import counts, running
 from bench.load.tokens import FileTokenizer, ordinary_ids
-from bench.load.workloads import Ask, random_asks
+from bench.load.workloads import PlannedRequest, random_asks
 from bench.peers import vllm
 from common.core.errors import StartError
 from common.net.http_client import HttpClient
@@ -117,7 +117,7 @@ class Field:
     effort: Effort
     console: Console
     _running: dict[System, tuple[ExitStack, Target]] = field(default_factory=dict)
-    _peers: dict[System, vllm.Peer] = field(default_factory=dict)
+    _peers: dict[System, vllm.PeerSystem] = field(default_factory=dict)
     _ids: list[int] = field(default_factory=list)
     _seed: int = _IDS_SEED
     remembered: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Field:
     def _start(self, system: System) -> None:
         with ExitStack() as stack:
             server = stack.enter_context(self.start(system))
-            if isinstance(server, vllm.Peer):
+            if isinstance(server, vllm.PeerSystem):
                 self._peers[system] = server
                 stack.callback(self._peers.pop, system)
             target = self._target(server if isinstance(server, str) else server.url, system)
@@ -172,7 +172,7 @@ class Field:
                 raise
             self._running[system] = (stack.pop_all(), target)
 
-    def start(self, system: System) -> AbstractContextManager[str | vllm.Peer]:
+    def start(self, system: System) -> AbstractContextManager[str | vllm.PeerSystem]:
         """Run a server of this kind for a block: its URL, or the peer."""
         cores = self.cores[: system.cores] if system.cores else self.cores
         budget = ["--max-num-batched-tokens", str(system.budget)] if system.budget else []
@@ -204,7 +204,7 @@ class Field:
 
     # -- loads --------------------------------------------------------------------------------------------------------
 
-    def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[Ask]:
+    def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[PlannedRequest]:
         """Make prompts that no server has seen before."""
         self._seed += 1
         return random_asks(self.ids(), count, input_tokens, output_tokens, seed=self._seed)
@@ -217,7 +217,7 @@ class Field:
     def run(
         self,
         system: System,
-        asks: Sequence[Ask],
+        asks: Sequence[PlannedRequest],
         times: Sequence[float] | None = None,
         *,
         concurrency: int | None = None,

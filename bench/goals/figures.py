@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bench.load.comparison import Spread
+from bench.load.comparison import RoundRange
 
 Of = Literal["value", "share", "ratio"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class GoalTarget:
     """A bound on one part of a row. The ``floor`` (for an upper bound: a ceiling) is the bound that must not be
     missed."""
 
@@ -49,12 +49,12 @@ class Row:
     what: str
     unit: str
     value: float
-    targets: tuple[Target, ...]
+    targets: tuple[GoalTarget, ...]
     limit: float | None = None
     share: float | None = None
     against: str = ""
     peer: float | None = None
-    ratio: Spread | None = None
+    ratio: RoundRange | None = None
     note: str = ""
     detail: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,11 +82,11 @@ def _all(answers: Iterable[bool | None]) -> bool | None:
     return None if None in found or not found else True
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bool = False) -> Spread:
+def ratios(ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bool = False) -> RoundRange:
     """How many times as good ours are, within each round. What a system could not do at all counts 0."""
     above, below = (theirs, ours) if less_is_better else (ours, theirs)
     pairs = zip(above, below, strict=True)
-    return Spread.of([one / other if other else (1.0 if not one else math.inf) for one, other in pairs])
+    return RoundRange.of([one / other if other else (1.0 if not one else math.inf) for one, other in pairs])
 
 
 def by_round(found: Mapping[Any, Sequence[float]]) -> dict[str, list[float]]:
@@ -156,9 +156,9 @@ def of_json(kept: dict[str, Any]) -> Row:
     ratio = kept["ratio"]
     return Row(
         **same,
-        targets=tuple(Target(**each) for each in kept["targets"]),
+        targets=tuple(GoalTarget(**each) for each in kept["targets"]),
         against=kept["against"] or "",
-        ratio=None if ratio is None else Spread(**{name: float(figure) for name, figure in ratio.items()}),
+        ratio=None if ratio is None else RoundRange(**{name: float(figure) for name, figure in ratio.items()}),
         note=kept["note"] or "",
         detail=kept.get("detail") or {},
     )

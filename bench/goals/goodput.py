@@ -10,7 +10,7 @@ from functools import partial
 
 from bench.commands.goodput import FIRST_SHARE, NEAR, Point, highest, next_rate
 from bench.goals.field import COLOCATED, INPUT, OURS, OUTPUT, VLLM, VLLM_1P1D, Field, Rates, System, best, good
-from bench.goals.figures import Row, Target, against, by_round
+from bench.goals.figures import GoalTarget, Row, against, by_round
 from bench.load import plots
 from bench.load.arrivals import arrivals
 from bench.load.metrics import Objective, summarise
@@ -75,8 +75,8 @@ def c9(field: Field) -> list[Row]:
         effort += f", more at those above {field.effort.paced / field.effort.paced_s:g}/s"
     rows = []
     for other, targets in (
-        (peer or VLLM, (Target("ratio", 2, 1.3),)),
-        (VLLM_1P1D, (Target("ratio", 4),)),
+        (peer or VLLM, (GoalTarget("ratio", 2, 1.3),)),
+        (VLLM_1P1D, (GoalTarget("ratio", 4),)),
         (best(found, own), ()),
     ):
         bounded = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.goals.calibration import in_child
 from bench.goals.field import INPUT, OURS_ONE_CORE, OUTPUT, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
-from bench.goals.figures import Row, Target, by_round
+from bench.goals.figures import GoalTarget, Row, by_round
 from bench.micro import wire
 
 HIDDEN_INPUTS = (1024, 4096)
@@ -45,7 +45,7 @@ def c4(field: Field) -> list[Row]:
             f"time to first token added by the hand-off, {shape}",
             "%",
             statistics.median(added),
-            (Target("value", 1, 3, at_most=True),),
+            (GoalTarget("value", 1, 3, at_most=True),),
             note=f"{_ms(firsts[ON_ITS_CORE])} with the hand-off, {_ms(firsts[OURS_ONE_CORE])} from one worker on one "
             f"core; quartiles of {len(added)} pairs of requests {lower:.2f} and {upper:.2f} %",
             detail={"added_percent": added, "first_token_s": by_round(firsts)},
@@ -56,7 +56,7 @@ def c4(field: Field) -> list[Row]:
             f"gap before the second token in median gaps, {shape}",
             "",
             statistics.median(gaps[ON_ITS_CORE]),
-            (Target("value", 1.5, at_most=True),),
+            (GoalTarget("value", 1.5, at_most=True),),
             detail={"in_usual_times": by_round(gaps)},
             **_peer(gaps[VLLM_1P1D] if VLLM_1P1D in firsts else []),
         ),
@@ -94,7 +94,7 @@ def c5(field: Field) -> list[Row]:
             "KV over ZeroMQ TCP between two processes",
             "GB/s",
             statistics.median(carried),
-            (Target("share", 0.5),),
+            (GoalTarget("share", 0.5),),
             limit=statistics.median(raw),
             share=statistics.median(shares),
             detail={"socket": raw, "carried": carried},
@@ -120,7 +120,7 @@ def _hidden(tokens: int, stages: list[dict[str, Any]], bytes_per_s: float) -> Ro
         f"link time of KV hidden behind prefill, {tokens:,} tokens",
         "%",
         100 * statistics.median(hidden) if hidden else 0.0,
-        (Target("value", 80),),
+        (GoalTarget("value", 80),),
         note=f"the link takes {statistics.median(links):.2f} ms, {statistics.median(left):.2f} ms of the hand-off come "
         f"after prefill, medians of {len(left)}"
         if left

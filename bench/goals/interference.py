@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.goals.field import COLOCATED, OURS, VLLM, VLLM_1P1D, Field, System, good, whole
-from bench.goals.figures import Row, Target, against, by_round
+from bench.goals.figures import GoalTarget, Row, against, by_round
 from bench.load import plots
 from bench.load.client import Record
 from bench.load.run import Run
@@ -125,7 +125,7 @@ def c8(field: Field) -> list[Row]:
     row = Row("C8", f"{what} {INTRUDER_EVERY_S:g} s", "", statistics.median(ours), ())
     first = replace(
         row,
-        targets=(Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
+        targets=(GoalTarget("value", 1.2, 1.5, at_most=True), GoalTarget("ratio", 10)),
         note=f"in {len(ours)} rounds {min(ours):.2f} to {max(ours):.2f}; undisturbed "
         f"{listed(lambda one: one.undisturbed_p99, '{:.2f}')}; in one median of all undisturbed gaps "
         f"{listed(lambda one: one.p99_in_one_median, '{:.2f}')}; longest pause, medians of rounds, "

@@ -110,16 +110,16 @@ class MockWorker:
         finish = FinishReason.LENGTH if request.sampling.max_tokens == 1 else FinishReason.RUNNING
         writer.again(SequenceId(request.id, 0, message.attempt), 0, [token], finish, -1, ())
         self._membership.send(Timing(request.id, message.attempt, {"queue_ms": 0.0, "prefill_ms": 0.0}))
-        self._tell(writer)
+        self._send(writer)
 
     def _step(self) -> None:
         writer = TokenSpanEncoder()
         for transfer, stream in list(self._streams.items()):
             if stream.request.sampling.max_tokens > 1 and stream.step(writer):
                 del self._streams[transfer]
-        self._tell(writer)
+        self._send(writer)
 
-    def _tell(self, writer: TokenSpanEncoder) -> None:
+    def _send(self, writer: TokenSpanEncoder) -> None:
         for message in writer.messages():
             self._membership.send(message)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.goals.calibration import CHUNK, in_child
 from bench.goals.field import COLOCATED, INPUT, OURS, OUTPUT, PLACES, VLLM, VLLM_1P1D, Field, Rates, System, best, good
-from bench.goals.figures import Row, Target, against, by_round
+from bench.goals.figures import GoalTarget, Row, against, by_round
 from bench.load.client import Record
 from bench.load.comparison import busy_shares
 from bench.simulate.cost import CostModel, measure
@@ -85,8 +85,8 @@ def c10(field: Field) -> list[Row]:
     found, first = saturation(field, cost, systems, count, BALANCED_INPUT, output)
     what = f"throughput with all requests sent at once, {BALANCED_INPUT}/{output} (balanced)"
     return [
-        _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95), **first),
-        _saturated("C10", what, found, VLLM, Target("ratio", 1.2, 1.0)),
+        _saturated("C10", what, found, best(found, COLOCATED), GoalTarget("ratio", 1.0, 0.95), **first),
+        _saturated("C10", what, found, VLLM, GoalTarget("ratio", 1.2, 1.0)),
     ]
 
 
@@ -97,13 +97,13 @@ def c11(field: Field) -> list[Row]:
     found, first = saturation(field, cost, systems, field.effort.requests, INPUT, OUTPUT)
     what = f"throughput with all requests sent at once, {INPUT:,}/{OUTPUT}"
     return [
-        _saturated("C11", what, found, VLLM, Target("ratio", 1.0), **first),
+        _saturated("C11", what, found, VLLM, GoalTarget("ratio", 1.0), **first),
         _saturated("C11", what, found, best(found, COLOCATED)),
         *([_saturated("C11", what, found, VLLM_1P1D)] if VLLM_1P1D in found else []),
     ]
 
 
-def _saturated(goal: str, what: str, found: Rates, peer: System, *targets: Target, **more: Any) -> Row:
+def _saturated(goal: str, what: str, found: Rates, peer: System, *targets: GoalTarget, **more: Any) -> Row:
     fields = against(str(peer), found[OURS], found.get(peer, []))
     return Row(goal, what, "req/s", statistics.median(found[OURS]), targets, **more, **fields)
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from bench.goals.field import Field
-from bench.goals.figures import Row, Target
+from bench.goals.figures import GoalTarget, Row
 from bench.load import results
 from bench.load.systems import running
 from common.net.http_client import HttpClient
@@ -26,7 +26,7 @@ def c12(field: Field) -> list[Row]:
         warm.append(first_token_s())
     return [
         Row("C12", f"start to first token, {how}", "s", statistics.median(seconds),
-            (Target("value", most, at_most=True),), detail={"seconds": seconds})
+            (GoalTarget("value", most, at_most=True),), detail={"seconds": seconds})
         for how, seconds, most in (("cold", cold, 15), ("warm", warm, 8))
     ]  # fmt: skip
 

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from bench.load.connections import Connector, StaleConnection
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 
 Backend = Literal["openai", "openai-chat"]
 PATHS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -125,7 +125,7 @@ class Events:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._rest = b""
-        self._told = 0
+        self._reported_tokens = 0
         self.done = False
 
     def feed(self, data: bytes, now: float) -> None:
@@ -140,7 +140,7 @@ class Events:
         """End the stream: set the record's output tokens, and its error if the answer is incomplete."""
         record = self._record
         self.done |= self._rest.replace(b" ", b"").strip() == b"data:[DONE]"  # some servers omit the last newline
-        record.output_tokens = self._told or len(record.moments)
+        record.output_tokens = self._reported_tokens or len(record.moments)
         if record.error:
             return
         if not record.moments:
@@ -160,7 +160,7 @@ class Events:
                 record.moments.append(now)
                 record.said.append(text)
         if chunk.usage is not None:
-            self._told = chunk.usage.completion_tokens
+            self._reported_tokens = chunk.usage.completion_tokens
             record.prompt_tokens = chunk.usage.prompt_tokens or record.prompt_tokens
             if details := chunk.usage.prompt_tokens_details:
                 record.cached_tokens = details.cached_tokens or 0
@@ -197,7 +197,7 @@ class Target:
             read_bufsize=1 << 20,
         )
 
-    def body(self, ask: Ask) -> bytes:
+    def body(self, ask: PlannedRequest) -> bytes:
         """Return the request body for ``ask``. The chat backend needs a prompt that is text."""
         asked: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai":

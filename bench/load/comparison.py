@@ -27,7 +27,7 @@ OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RoundRange:
     """Median and range of a figure over the rounds; the range is shown only if the rounds differ."""
 
     median: float
@@ -35,7 +35,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> RoundRange:
         return cls(statistics.median(values), min(values), max(values))
 
     def __format__(self, how: str) -> str:
@@ -58,13 +58,13 @@ class Outcome:
     def disaggregated(self) -> bool:
         return self.system != OTHER and counts(self.system)[1] > 0
 
-    def figure(self, name: str) -> Spread:
-        return Spread.of([FIGURES[name](summary) for summary in self.summaries])
+    def figure(self, name: str) -> RoundRange:
+        return RoundRange.of([FIGURES[name](summary) for summary in self.summaries])
 
-    def against(self, other: Outcome, name: str) -> Spread:
+    def against(self, other: Outcome, name: str) -> RoundRange:
         """Return the ratio of a figure to that of ``other`` within each round. A figure that is 0 in both has the ratio
         1."""
-        return Spread.of(
+        return RoundRange.of(
             [
                 _ratio(FIGURES[name](mine), FIGURES[name](theirs))
                 for mine, theirs in zip(self.summaries, other.summaries, strict=True)

@@ -148,7 +148,7 @@ def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterab
         "client_queue_time": [record.waited for record in good],
         "e2el_including_client_queue": [record.latency + record.waited for record in good],
     }
-    told = [_told(record.stages) for record in good if record.stages]
+    reported_stages = [_reported_stages(record.stages) for record in good if record.stages]
     tokens, concurrent = _peaks(good)
     return Summary(
         seconds=run.seconds,
@@ -161,15 +161,15 @@ def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterab
         peak_concurrent=concurrent,
         spreads={name: Spread.of(each, percents) for name, each in values.items()},
         stages={
-            stage: Spread.of([told_one[stage] / 1000 for told_one in told if stage in told_one], percents)
+            stage: Spread.of([stages[stage] / 1000 for stages in reported_stages if stage in stages], percents)
             for stage in STAGES
-            if any(stage in told_one for told_one in told)
+            if any(stage in stages for stages in reported_stages)
         },
-        paths=_counted(str(each["path"]) for each in told if "path" in each),
+        paths=_counted(str(each["path"]) for each in reported_stages if "path" in each),
     )
 
 
-def _told(stages: Mapping[str, Any]) -> dict[str, Any]:
+def _reported_stages(stages: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``stages`` without the values that the server reported as null."""
     return {name: value for name, value in stages.items() if value is not None}
 

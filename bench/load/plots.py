@@ -25,9 +25,9 @@ LEAST_MS = 0.1
 """Shorter times are drawn at this value."""
 DECADE = 10
 """A time axis whose largest value exceeds its smallest by more than this factor is logarithmic."""
-WAIT, PREFILL, DECODE, UNTOLD = "#c7c7c7", "#d1603d", "#3d6fb1", "#dfb3a3"
-PHASES = {WAIT: "waiting", PREFILL: "prefill", UNTOLD: "waiting and prefill", DECODE: "decode"}
-"""Label per colour. ``UNTOLD``: the server does not report waiting and prefill separately."""
+WAIT, PREFILL, DECODE, UNREPORTED = "#c7c7c7", "#d1603d", "#3d6fb1", "#dfb3a3"
+PHASES = {WAIT: "waiting", PREFILL: "prefill", UNREPORTED: "waiting and prefill", DECODE: "decode"}
+"""Label per colour. ``UNREPORTED``: the server does not report waiting and prefill separately."""
 
 
 def draw_run(run: Run, path: Path, objectives: Iterable[Objective] = ()) -> None:
@@ -144,9 +144,9 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
             axes.plot(record.sent_at - began_at, row, "x", color="black", markersize=4)
             continue
         sent, first, last = (at - began_at for at in (record.sent_at, record.moments[0], record.moments[-1]))
-        told = (record.stages or {}).get("prefill_ms")
-        began = first - min(first - sent, told / 1000) if told else first
-        spans = ((WAIT if told else UNTOLD, sent, began), (PREFILL, began, first), (DECODE, first, last))
+        prefill_ms = (record.stages or {}).get("prefill_ms")
+        began = first - min(first - sent, prefill_ms / 1000) if prefill_ms else first
+        spans = ((WAIT if prefill_ms else UNREPORTED, sent, began), (PREFILL, began, first), (DECODE, first, last))
         for colour, start, end in spans:
             if end > start:
                 axes.barh(row, end - start, left=start, height=0.8, color=colour)

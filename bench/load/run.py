@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.load.client import Record, Target
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 from common.core.errors import StartError
 from common.platform import threads
 
@@ -44,11 +44,11 @@ class Run:
 
 async def run_load(
     target: Target,
-    asks: Sequence[Ask],
+    asks: Sequence[PlannedRequest],
     times: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    warm: Sequence[Ask] = (),
+    warm: Sequence[PlannedRequest] = (),
     console: Console | None = None,
     title: str = "requests",
 ) -> Run:
@@ -83,11 +83,11 @@ async def run_load(
 
 def run_now(
     target: Target,
-    asks: Sequence[Ask],
+    asks: Sequence[PlannedRequest],
     times: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    warm: Sequence[Ask] = (),
+    warm: Sequence[PlannedRequest] = (),
     console: Console | None = None,
     title: str = "requests",
     at_once: bool = True,

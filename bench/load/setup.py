@@ -12,7 +12,7 @@ from bench.load import workloads
 from bench.load.arrivals import Ramp, arrivals
 from bench.load.client import Target
 from bench.load.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinary_ids
-from bench.load.workloads import Ask, relabelled
+from bench.load.workloads import PlannedRequest, relabelled
 from common.config.bench.shared import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
 from common.core.errors import StartError
 from common.net.http_client import HttpClient
@@ -28,13 +28,13 @@ class Prepared:
     """A server, the workload to send to it, and notes for the user about that workload."""
 
     target: Target
-    workload: list[Ask]
+    workload: list[PlannedRequest]
     tokenizer: Tokenizer
     notes: list[str]
     longest: int | None = None
     """Maximum of prompt plus output tokens per request; None if nothing bounds them."""
 
-    def asks(self, run: int = 0) -> list[Ask]:
+    def asks(self, run: int = 0) -> list[PlannedRequest]:
         """Return the requests of one of several runs.
 
         Each run gets other tokens, so that prefix-cache entries of earlier runs cannot help it; prompts that are text
@@ -44,7 +44,7 @@ class Prepared:
             return [_as_text(ask, self.tokenizer) for ask in asks]
         return list(asks)
 
-    def warm(self, count: int) -> list[Ask]:
+    def warm(self, count: int) -> list[PlannedRequest]:
         """Return ``count`` warm-up requests to send before a run."""
         first = replace(self, workload=self.workload[:count]).asks(WARM) if count else []
         return [first[index % len(first)] for index in range(count)]
@@ -69,7 +69,7 @@ def prepare(
 
 def prepare_with(
     prompts: PromptOptions,
-    make: Callable[[Tokenizer], Iterable[Ask]],
+    make: Callable[[Tokenizer], Iterable[PlannedRequest]],
     requests: RequestOptions,
     url: str,
     api_key: str | None = None,
@@ -106,7 +106,7 @@ def prepare_with(
     return Prepared(target, asks, tokenizer, notes, longest)
 
 
-def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
+def times(options: ArrivalOptions, asks: Sequence[PlannedRequest], ramp: Ramp | None = None) -> list[float]:
     """Return the send time of each request in seconds after the start.
 
     A trace keeps its recorded times, scaled, unless a rate or a ramp is given."""
@@ -133,7 +133,7 @@ def as_load(options: DatasetOptions, model: str) -> dict[str, Any]:
     }
 
 
-def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
+def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[PlannedRequest]:
     """Return the requests of the dataset in ``options``. A trace may yield more than ``num_prompts``."""
     count, seed = options.num_prompts, options.seed
     path = Path(options.dataset_path or "")
@@ -167,7 +167,7 @@ def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
     )
 
 
-def _as_text(ask: Ask, tokenizer: Tokenizer) -> Ask:
+def _as_text(ask: PlannedRequest, tokenizer: Tokenizer) -> PlannedRequest:
     """Return ``ask`` with its prompt as text, for the chat endpoint.
 
     The server's ``usage`` reports the true length: the chat template adds tokens, and the text may encode to others."""

@@ -35,7 +35,7 @@ SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024, 
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlannedRequest:
     """One request: its prompt, the prompt's length in tokens (0 if only the server will know it), the number of output
     tokens to request and, in a trace, its arrival time in seconds after the first request."""
 
@@ -57,7 +57,7 @@ def random_asks(
     range_ratio: float = 0.0,
     prefix_len: int = 0,
     seed: int = 0,
-) -> list[Ask]:
+) -> list[PlannedRequest]:
     """Return prompts of random tokens from ``ids``. All share the first ``prefix_len`` tokens and, except by chance, no
     more. Lengths are uniform within ``range_ratio`` around the given ones."""
     generator = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ def random_asks(
     inputs = _lengths(generator, input_len, range_ratio, count)
     outputs = _lengths(generator, output_len, range_ratio, count)
     return [
-        Ask(prefix + _some(generator, ids, length), prefix_len + length, output)
+        PlannedRequest(prefix + _some(generator, ids, length), prefix_len + length, output)
         for length, output in zip(inputs, outputs, strict=True)
     ]
 
@@ -79,12 +79,14 @@ def prefix_repetition_asks(
     num_prefixes: int = 10,
     output_len: int = 128,
     seed: int = 0,
-) -> list[Ask]:
+) -> list[PlannedRequest]:
     """Return prompts made of ``num_prefixes`` prefixes with about equally many random suffixes each, shuffled."""
     generator = np.random.default_rng(seed)
     prefixes = [_some(generator, ids, prefix_len) for _ in range(num_prefixes)]
     asks = [
-        Ask(prefixes[index % num_prefixes] + _some(generator, ids, suffix_len), prefix_len + suffix_len, output_len)
+        PlannedRequest(
+            prefixes[index % num_prefixes] + _some(generator, ids, suffix_len), prefix_len + suffix_len, output_len
+        )
         for index in range(count)
     ]
     order = generator.permutation(count)
@@ -107,7 +109,7 @@ def _lengths(generator: np.random.Generator, mean: int, range_ratio: float, coun
 
 def sharegpt_asks(
     path: Path, count: int, tokens: Callable[[str], int], *, output_len: int | None = None, seed: int = 0
-) -> list[Ask]:
+) -> list[PlannedRequest]:
     """Return up to ``count`` conversations in random order. ``tokens`` returns the number of tokens in a text.
 
     Raises StartError if the file cannot be read or is not a ShareGPT dataset."""
@@ -130,15 +132,17 @@ def _first_pair(entry: Any) -> tuple[str, str] | None:
     return (first, second) if isinstance(first, str) and isinstance(second, str) else None
 
 
-def _fitting(pairs: Iterable[tuple[str, str]], tokens: Callable[[str], int], output_len: int | None) -> Iterator[Ask]:
+def _fitting(
+    pairs: Iterable[tuple[str, str]], tokens: Callable[[str], int], output_len: int | None
+) -> Iterator[PlannedRequest]:
     for question, answer in pairs:
         prompt, output = tokens(question), tokens(answer) if output_len is None else output_len
         enough = prompt >= SHAREGPT_MIN_TOKENS and (output_len is not None or output >= SHAREGPT_MIN_TOKENS)
         if enough and prompt <= SHAREGPT_MAX_PROMPT_TOKENS and prompt + output <= SHAREGPT_MAX_TOKENS:
-            yield Ask(question, prompt, output)
+            yield PlannedRequest(question, prompt, output)
 
 
-def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
+def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[PlannedRequest]:
     """Yield the rows of an Azure trace in file order. Raises StartError for an invalid file."""
     generator = np.random.default_rng(seed)
     rows = csv.DictReader(_lines(path))
@@ -153,7 +157,7 @@ def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask
             lengths = _whole(row, "ContextTokens"), _whole(row, "GeneratedTokens")
             seconds = (at - began).total_seconds()
             _check_lengths(path, rows.line_num, *lengths)
-            yield Ask(_some(generator, ids, lengths[0]), *lengths, at=seconds)
+            yield PlannedRequest(_some(generator, ids, lengths[0]), *lengths, at=seconds)
     except (csv.Error, TypeError, ValueError) as error:
         raise _bad(path, f"line {rows.line_num}: {error}") from error
 
@@ -177,7 +181,7 @@ def _timestamp(text: str | None) -> datetime:
         raise ValueError(f"TIMESTAMP is {text or 'missing'}, not a date and time") from None
 
 
-def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
+def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[PlannedRequest]:
     """Yield the rows of a Mooncake trace in file order. Raises StartError for an invalid file."""
     own = np.random.default_rng(seed)
     began: float | None = None
@@ -199,7 +203,7 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
             block = np.random.default_rng((seed, each & ((1 << 63) - 1)))
             prompt += _some(block, ids, MOONCAKE_BLOCK_TOKENS)
         prompt += _some(own, ids, max(0, length - len(prompt)))
-        yield Ask(prompt[:length], length, output, at=(at - began) / 1000)
+        yield PlannedRequest(prompt[:length], length, output, at=(at - began) / 1000)
 
 
 def _wrong(error: Exception) -> str:
@@ -228,7 +232,7 @@ def _bad(path: Path, what: str) -> StartError:
     )
 
 
-def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
+def relabelled(asks: Sequence[PlannedRequest], seed: int) -> list[PlannedRequest]:
     """Return the same requests with other tokens, so that no prefix cache helps them.
 
     The tokens that occur are permuted, in all prompts alike; lengths and shared prefixes stay the same. A prompt that
@@ -249,12 +253,12 @@ def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
 # -- what a server can take -------------------------------------------------------------------------------------------
 
 
-def within(asks: Iterable[Ask], count: int, longest: int | None) -> tuple[list[Ask], int]:
+def within(asks: Iterable[PlannedRequest], count: int, longest: int | None) -> tuple[list[PlannedRequest], int]:
     """Return the first ``count`` requests that are usable, sorted by arrival time, and how many were skipped for them.
 
     A request is usable if it wants at least one output token and fits into ``longest`` tokens (None: no limit). Traces
     need not be sorted by time."""
-    kept: list[Ask] = []
+    kept: list[PlannedRequest] = []
     left_out = 0
     for ask in asks:
         if len(kept) == count:

@@ -22,7 +22,7 @@ import aiohttp
 
 from bench.load import results
 from bench.load.processes import cpu_seconds
-from bench.micro.handoff_parts import BLOCK_SIZE, Shape, parts
+from bench.micro.handoff_parts import BLOCK_SIZE, RequestShape, parts
 from common import builtin
 from common.checkpoint.files import open_checkpoint
 from common.config.bench.handoff_cost import BenchHandoffCostConfig
@@ -127,7 +127,7 @@ def run(config: BenchHandoffCostConfig) -> int:
     model = config.model or str(builtin.path())
     prompt, output, live = config.random_input_len, config.random_output_len, config.max_concurrency
     whole = request(model, config.num_prompts, prompt, output, live)
-    shape = Shape(prompt, output, live, layout_of(model, prompt, whole.kv_bytes))
+    shape = RequestShape(prompt, output, live, layout_of(model, prompt, whole.kv_bytes))
     print(f"a request of {prompt}/{output} tokens, {live} at a time: {whole.cpu_us / 1e6:.3f} s of CPU, "
           f"{whole.seconds:.2f} s in the system")  # fmt: skip
     found = {}

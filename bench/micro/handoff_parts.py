@@ -1,7 +1,7 @@
 """The parts of :mod:`bench.micro.handoff_cost`: each mechanism of fault detection and verification, run alone.
 
 A part is measured many times in its own code. Messages travel between two real sockets, so the figures include libzmq's
-threads. Counts are those of one request of a given :class:`Shape` among others, rounded up where they vary.
+threads. Counts are those of one request of a given :class:`RequestShape` among others, rounded up where they vary.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PREFILL, DECODE = Incarnation("p" * 16), Incarnation("d" * 16)
 
 
 @dataclass(frozen=True)
-class Shape:
+class RequestShape:
     """A request of ``prompt`` and ``output`` tokens whose KV has ``layout``, among ``live`` at a time."""
 
     prompt: int
@@ -245,7 +245,7 @@ def snapshot(live: int) -> float:
     return microseconds(lambda: Worker._publish(cast(Worker, worker)))
 
 
-def digests(shape: Shape) -> float:
+def digests(shape: RequestShape) -> float:
     """Measure the digest in front of each message between coordinator and workers: computed once and compared once. The
     tokens of a step travel in one message for all streams."""
     request = Request(RequestId(bytes(16)), bytes(4 * shape.prompt), SamplingParams(max_tokens=shape.output, seed=1))
@@ -281,7 +281,7 @@ def fencing(output_tokens: int) -> float:
 # -- between prefill and decode ---------------------------------------------------------------------------------------
 
 
-def checksums(shape: Shape) -> float:
+def checksums(shape: RequestShape) -> float:
     """Measure the checksums: both sides hash every byte once, fold the frames' checksums, and protect and check each
     header."""
     total = 0.0
@@ -297,7 +297,7 @@ def checksums(shape: Shape) -> float:
     return total
 
 
-def acks(wire: Wire, shape: Shape) -> float:
+def acks(wire: Wire, shape: RequestShape) -> float:
     """Measure one acknowledgement per frame, with the credit for the next frames: sent and booked."""
     frames, there = len(shape.frames()), transfers(shape.live)
     book, received = CreditBook(), 0
@@ -316,7 +316,7 @@ def acks(wire: Wire, shape: Shape) -> float:
     return frames * microseconds(once)
 
 
-def handshake(wire: Wire, shape: Shape, seconds: float) -> float:
+def handshake(wire: Wire, shape: RequestShape, seconds: float) -> float:
     """Measure the messages of one hand-off. Its announcement is repeated while the prompt is computed, at most for the
     ``seconds`` that the request takes."""
     id, shown = RequestId(bytes(16)), bytes(16)
@@ -346,7 +346,7 @@ def proofs() -> float:
     )
 
 
-def timers(shape: Shape, seconds: float) -> float:
+def timers(shape: RequestShape, seconds: float) -> float:
     """Measure the timers of both sessions, which are checked in every turn of their workers' loops: after each step and
     message, and every TIMER_S, at most while the request lives."""
     transfer = transfers(1)[0]
@@ -362,7 +362,7 @@ def timers(shape: Shape, seconds: float) -> float:
     return turns * microseconds(once)
 
 
-def parts(shape: Shape, seconds: float) -> Iterator[tuple[str, float]]:
+def parts(shape: RequestShape, seconds: float) -> Iterator[tuple[str, float]]:
     """Yield the CPU microseconds that each safeguard costs one request of ``shape`` that is in the system for
     ``seconds``."""
     wire, watch, share = Wire(), Watch(shape.live), 1 / shape.live

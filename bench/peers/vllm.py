@@ -50,7 +50,7 @@ def version(environment: Path) -> str:
     return entries[-1].name.removesuffix(".dist-info") if entries else "vllm"
 
 
-class Peer:
+class PeerSystem:
     """A running vLLM: the ``url`` to send requests to, and its servers with their own URLs."""
 
     def __init__(self, url: str, servers: Sequence[tuple[Process, str]]) -> None:
@@ -78,14 +78,14 @@ class Peer:
 @contextlib.contextmanager
 def running(
     environment: Path, model: str, mode: Mode, cores: Sequence[int], *, kv_gib: int = 1, flags: Sequence[str] = ()
-) -> Iterator[Peer]:
+) -> Iterator[PeerSystem]:
     """Run a ready vLLM that serves ``model`` with ``flags`` and ``kv_gib`` GiB of KV cache in each server. Raises
     StartError if it is not installed or does not start; ends all of its processes."""
     check_installed(environment)
     with contextlib.ExitStack() as stack:
         if mode == "colocated":
             server = stack.enter_context(_server(environment, model, cores, free_port(), kv_gib, flags))
-            yield Peer(_ready(*server), [server])
+            yield PeerSystem(_ready(*server), [server])
             return
         half = len(cores) // 2
         if not half:
@@ -99,7 +99,7 @@ def running(
         port = free_port()
         words = [sys.executable, "-m", "bench.peers.proxy", str(port), *urls]
         proxy = stack.enter_context(started("the proxy before vLLM", words))
-        yield Peer(_ready(proxy, f"http://127.0.0.1:{port}"), servers)
+        yield PeerSystem(_ready(proxy, f"http://127.0.0.1:{port}"), servers)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from functools import partial
 
 from bench.load.client import Record
 from bench.load.run import Run
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 from bench.simulate.cost import CostModel
 from common.core.errors import OutOfBlocks, StartError
 from common.core.ids import Incarnation, RequestId, WorkerName, pack_tokens, sequence_holder, transfer_holder
@@ -66,7 +66,7 @@ class Limits:
 class _Job:
     """A request that has arrived, and its state."""
 
-    ask: Ask
+    ask: PlannedRequest
     record: Record
     request: Request
     demand: Demand
@@ -124,7 +124,7 @@ class World:
             for index in range(count):
                 self._join(role, f"{role}-{index}")
 
-    def run(self, asks: Sequence[Ask], times: Sequence[float]) -> Run:
+    def run(self, asks: Sequence[PlannedRequest], times: Sequence[float]) -> Run:
         """Simulate ``asks`` arriving at ``times`` (seconds) until the last one ends. Raises StartError if the pools
         lack a role that a request needs."""
         records = []
@@ -144,7 +144,7 @@ class World:
 
     # -- the coordinator's part ---------------------------------------------------------------------------------------
 
-    def _arrive(self, ask: Ask, record: Record, number: int) -> None:
+    def _arrive(self, ask: PlannedRequest, record: Record, number: int) -> None:
         # the tokens of a text are unknown here; distinct tokens per request keep the prefix cache from helping
         prompt = ask.prompt if not isinstance(ask.prompt, str) else [TOKEN + 1 + number] * ask.prompt_tokens
         sampling = SamplingParams(ask.output_tokens, 0, ignore_eos=True)

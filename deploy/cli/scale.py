@@ -18,9 +18,9 @@ def run(config: ScaleConfig) -> int:
     if config.decode == 0:
         why = "tokens after the first come from a decode worker"
         raise StartError("--decode 0 would stop all serving", why, "give --decode 1 or more")
-    wish = {"prefill": config.prefill, "decode": config.decode}
+    request = {"prefill": config.prefill, "decode": config.decode}
     try:
-        pools = HttpClient(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
+        pools = HttpClient(config.url, config.api_key, PATIENCE_S).post("/admin/scale", request)
     except OSError as error:
         why = reason(error)
         raise StartError(

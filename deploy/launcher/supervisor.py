@@ -185,13 +185,13 @@ class Supervisor:
     def _make_children(self) -> list[ChildProcess]:
         """Return the coordinator and the workers, not started yet."""
         config, roles = self._config, [member.role for member in self._fleet]
-        door = config.for_coordinator(
+        coordinator_config = config.for_coordinator(
             expect_prefill=roles.count("prefill"),
             expect_decode=roles.count("decode"),
             expect_colocated=roles.count("colocated"),
         )
         coordinator = ChildProcess(
-            "coordinator", door, cores.Share(None, 0), self._screen, self._keys["coordinator"], self
+            "coordinator", coordinator_config, cores.Share(None, 0), self._screen, self._keys["coordinator"], self
         )
         workers = [self._make_worker(member, len(roles)) for member in self._fleet]
         self._settle_cores(coordinator, workers)
@@ -349,10 +349,12 @@ class Supervisor:
             try:
                 return await self._change(self._checked(prefill, decode))
             finally:  # a restarted coordinator must expect the current number of workers
-                door = self._children[0]
-                assert isinstance(door.config, CoordinatorConfig)
-                door.config = replace(
-                    door.config, expect_prefill=len(self._pool("prefill")), expect_decode=len(self._pool("decode"))
+                coordinator = self._children[0]
+                assert isinstance(coordinator.config, CoordinatorConfig)
+                coordinator.config = replace(
+                    coordinator.config,
+                    expect_prefill=len(self._pool("prefill")),
+                    expect_decode=len(self._pool("decode")),
                 )
 
     def _give_up(self, wanted: Mapping[Role, int]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.eval.evaluate import Report, drops, evaluate
+from bench.eval.evaluate import EvaluationReport, drops, evaluate
 from common import builtin
 from tests.e2e.system import System
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.e2e
 
 BASELINE = Path(__file__).parents[2] / "bench" / "eval" / "golden" / "baseline.json"
 SMALL = ("--threads", "1", "--num-kv-blocks", "1024")
-Figures = Callable[..., Report]
+Figures = Callable[..., EvaluationReport]
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     """Return a function that starts a system, evaluates the golden set on it, and stops it."""
 
-    def measure(*flags: str, model: Path | None = None) -> Report:
+    def measure(*flags: str, model: Path | None = None) -> EvaluationReport:
         with System.up(tmp_path_factory.mktemp("served"), model or builtin.path(), *flags, small=SMALL) as system:
             return asyncio.run(evaluate(system.url, concurrency=16))
 
@@ -36,8 +36,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 
 
 @pytest.fixture(scope="module")
-def baseline() -> Report:
-    return Report.load(BASELINE)
+def baseline() -> EvaluationReport:
+    return EvaluationReport.load(BASELINE)
 
 
 @pytest.mark.timeout(300)
@@ -45,7 +45,7 @@ def baseline() -> Report:
     "flags", [(), ("--colocated", "1"), ("--dtype", "float32")], ids=["1P1D", "colocated", "1P1D in float32"]
 )
 def test_the_figures_are_the_same_whatever_serves_it(
-    flags: tuple[str, ...], figures: Figures, baseline: Report
+    flags: tuple[str, ...], figures: Figures, baseline: EvaluationReport
 ) -> None:
     report = figures(*flags)
     assert not drops(report, baseline, 0.01, 0.05)
@@ -53,7 +53,7 @@ def test_the_figures_are_the_same_whatever_serves_it(
 
 
 @pytest.mark.timeout(300)
-def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: Report, tmp_path: Path) -> None:
+def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: EvaluationReport, tmp_path: Path) -> None:
     """Noise with the weights' own standard deviation in one projection of one layer lowers the results."""
     model = tmp_path / "damaged"
     shutil.copytree(builtin.path(), model, ignore=shutil.ignore_patterns(builtin.draft_path().name))
@@ -65,7 +65,7 @@ def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: Report, tmp_
     assert any(found.startswith("all fell") for found in drops(figures(model=model), baseline, 0.01, 0.05))
 
 
-def test_the_card_says_what_the_baseline_says(baseline: Report) -> None:
+def test_the_card_says_what_the_baseline_says(baseline: EvaluationReport) -> None:
     text = (builtin.path() / "MODEL_CARD.md").read_text(encoding="utf-8")
     told = dict(re.findall(r"^\| (\w+) \| \d+ \| ([\d.]+)% \|$", text, re.MULTILINE))
     skills = {skill: f"{100 * found.share:.1f}" for skill, found in baseline.skills.items()}

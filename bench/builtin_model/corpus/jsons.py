@@ -18,7 +18,7 @@ _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Su
 _WHO = ("The person", "The customer", "A friend", "The guest", "My neighbour", "The new member")
 
 
-class Field(NamedTuple):
+class JsonField(NamedTuple):
     """A property: its schema, how a value is drawn, and phrases that state it, with ``{v}`` for the value. A boolean has
     two phrases, for true and for false."""
 
@@ -37,27 +37,27 @@ def _words(rng: Random) -> list[str]:
 
 
 _FIELDS = (
-    Field("name", _STRING, person, ("the name is {v}", "is called {v}", "has the name {v}")),
-    Field("age", _INTEGER, lambda rng: rng.randrange(1, 100), ("is {v} years old", "the age is {v}")),
-    Field("city", _STRING, city, ("lives in {v}", "comes from {v}", "the city is {v}")),
-    Field("job", _STRING, lambda rng: rng.choice(_JOBS), ("works as a {v}", "the job is {v}")),
-    Field("colour", _STRING, lambda rng: rng.choice(_COLOURS), ("likes the colour {v}", "the colour is {v}")),
-    Field("color", {"type": "string", "enum": list(_COLOURS[:3])}, lambda rng: rng.choice(_COLOURS[:3]), ("the color is {v}",)),
-    Field("animal", _STRING, lambda rng: rng.choice(_ANIMALS), ("has a {v}", "the animal is a {v}")),
-    Field("price", _INTEGER, lambda rng: rng.randrange(1, 1000), ("the price is {v}", "pays {v} coins")),
-    Field("count", _INTEGER, lambda rng: rng.randrange(1, 200), ("the count is {v}", "there are {v} pieces")),
-    Field("day", _STRING, lambda rng: rng.choice(_DAYS), ("comes on {v}", "the day is {v}")),
-    Field("year", _INTEGER, lambda rng: rng.randrange(1900, 2030), ("the year is {v}", "was there in {v}")),
-    Field("happy", _BOOLEAN, lambda rng: rng.random() < 0.5, ("is happy", "is not happy")),
-    Field("married", _BOOLEAN, lambda rng: rng.random() < 0.5, ("is married", "is not married")),
-    Field("open", _BOOLEAN, lambda rng: rng.random() < 0.5, ("is open", "is not open")),
-    Field("items", _NAMES, _words, ("the items are {v}", "buys {v}")),
-    Field("tags", _NAMES, _words, ("the tags are {v}",)),
-    Field("friend", _STRING, person, ("has a friend called {v}", "the friend is {v}")),
-    Field("size", {"type": "string", "enum": ["small", "medium", "large"]},
+    JsonField("name", _STRING, person, ("the name is {v}", "is called {v}", "has the name {v}")),
+    JsonField("age", _INTEGER, lambda rng: rng.randrange(1, 100), ("is {v} years old", "the age is {v}")),
+    JsonField("city", _STRING, city, ("lives in {v}", "comes from {v}", "the city is {v}")),
+    JsonField("job", _STRING, lambda rng: rng.choice(_JOBS), ("works as a {v}", "the job is {v}")),
+    JsonField("colour", _STRING, lambda rng: rng.choice(_COLOURS), ("likes the colour {v}", "the colour is {v}")),
+    JsonField("color", {"type": "string", "enum": list(_COLOURS[:3])}, lambda rng: rng.choice(_COLOURS[:3]), ("the color is {v}",)),
+    JsonField("animal", _STRING, lambda rng: rng.choice(_ANIMALS), ("has a {v}", "the animal is a {v}")),
+    JsonField("price", _INTEGER, lambda rng: rng.randrange(1, 1000), ("the price is {v}", "pays {v} coins")),
+    JsonField("count", _INTEGER, lambda rng: rng.randrange(1, 200), ("the count is {v}", "there are {v} pieces")),
+    JsonField("day", _STRING, lambda rng: rng.choice(_DAYS), ("comes on {v}", "the day is {v}")),
+    JsonField("year", _INTEGER, lambda rng: rng.randrange(1900, 2030), ("the year is {v}", "was there in {v}")),
+    JsonField("happy", _BOOLEAN, lambda rng: rng.random() < 0.5, ("is happy", "is not happy")),
+    JsonField("married", _BOOLEAN, lambda rng: rng.random() < 0.5, ("is married", "is not married")),
+    JsonField("open", _BOOLEAN, lambda rng: rng.random() < 0.5, ("is open", "is not open")),
+    JsonField("items", _NAMES, _words, ("the items are {v}", "buys {v}")),
+    JsonField("tags", _NAMES, _words, ("the tags are {v}",)),
+    JsonField("friend", _STRING, person, ("has a friend called {v}", "the friend is {v}")),
+    JsonField("size", {"type": "string", "enum": ["small", "medium", "large"]},
           lambda rng: rng.choice(("small", "medium", "large")), ("the size is {v}", "wants size {v}")),
-    Field("food", _STRING, lambda rng: rng.choice(WORDS), ("eats {v}", "the food is {v}")),
-    Field("score", _INTEGER, lambda rng: rng.randrange(0, 101), ("the score is {v}", "has {v} points")),
+    JsonField("food", _STRING, lambda rng: rng.choice(WORDS), ("eats {v}", "the food is {v}")),
+    JsonField("score", _INTEGER, lambda rng: rng.randrange(0, 101), ("the score is {v}", "has {v} points")),
 )  # fmt: skip
 _REQUESTS = (
     "{text} Answer with JSON that fits this schema: {schema}",
@@ -94,7 +94,7 @@ def draw(rng: Random) -> Item:
     )
 
 
-def _schema(rng: Random, fields: list[Field]) -> dict[str, Any]:
+def _schema(rng: Random, fields: list[JsonField]) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object", "properties": {field.name: field.schema for field in fields}}
     if rng.random() < 0.7:
         schema["required"] = [field.name for field in fields]
@@ -103,7 +103,7 @@ def _schema(rng: Random, fields: list[Field]) -> dict[str, Any]:
     return schema
 
 
-def _text(rng: Random, fields: list[Field], value: dict[str, Any]) -> str:
+def _text(rng: Random, fields: list[JsonField], value: dict[str, Any]) -> str:
     """Return the facts in words, in random order."""
     who, clauses = rng.choice(_WHO), []
     for field in rng.sample(fields, len(fields)):
@@ -112,7 +112,7 @@ def _text(rng: Random, fields: list[Field], value: dict[str, Any]) -> str:
     return ". ".join(clauses) + "."
 
 
-def _clause(rng: Random, field: Field, value: Any) -> str:
+def _clause(rng: Random, field: JsonField, value: Any) -> str:
     if isinstance(value, bool):
         return field.sayings[0 if value else 1]
     return rng.choice(field.sayings).format(v=" and ".join(value) if isinstance(value, list) else value)

@@ -15,7 +15,7 @@ from bench.builtin_model.training.tokenizer import CONTEXT, Encoder
 Row = tuple[list[int], list[bool]]
 
 
-class Piece(NamedTuple):
+class PaddedRows(NamedTuple):
     """Rows of similar length, padded on the right, where causal attention never sees the padding."""
 
     ids: torch.Tensor  # [rows, length]
@@ -28,9 +28,9 @@ class Batches:
     def __init__(self, encoder: Encoder, recipe: Recipe) -> None:
         self._encoder, self._recipe = encoder, recipe
         self._pool = ThreadPoolExecutor(1)
-        self._next: tuple[int, Future[list[Piece]]] | None = None
+        self._next: tuple[int, Future[list[PaddedRows]]] | None = None
 
-    def __getitem__(self, step: int) -> list[Piece]:
+    def __getitem__(self, step: int) -> list[PaddedRows]:
         ready = self._next
         pieces = ready[1].result() if ready and ready[0] == step else self._make(step)
         self._next = (step + 1, self._pool.submit(self._make, step + 1))
@@ -39,7 +39,7 @@ class Batches:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _make(self, step: int) -> list[Piece]:
+    def _make(self, step: int) -> list[PaddedRows]:
         """Return the pieces of a step's batch. Conversations are drawn independently and only then sorted by length,
         which saves padding without a bias."""
         rng, rows, total = Random(f"{self._recipe.seed} {step}"), [], 0
@@ -63,11 +63,11 @@ class Batches:
         uneven = length > 1.3 * len(group[0][0]) and len(group) * length > self._recipe.piece_tokens // 4
         return uneven or (len(group) + 1) * length > self._recipe.piece_tokens
 
-    def _piece(self, rows: list[Row]) -> Piece:
+    def _piece(self, rows: list[Row]) -> PaddedRows:
         length = max(len(ids) for ids, _ in rows)
         ids = torch.full((len(rows), length), self._encoder.pad)
         weights = torch.zeros(len(rows), length)
         for at, (row, spoken) in enumerate(rows):
             ids[at, : len(row)] = torch.tensor(row)
             weights[at, : len(row)] = torch.tensor([1.0 if said else self._recipe.other_weight for said in spoken])
-        return Piece(ids, weights)
+        return PaddedRows(ids, weights)

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from bench.builtin_model.training.data import Batches, Piece
+from bench.builtin_model.training.data import Batches, PaddedRows
 from bench.builtin_model.training.recipe import Recipe
 from bench.builtin_model.training.tokenizer import Encoder
 
@@ -45,7 +45,7 @@ def train(
 
     ``look`` evaluates the model every ``look_every`` steps and at the end."""
     room.mkdir(parents=True, exist_ok=True)
-    run = Run(recipe, encoder, room, teacher, threads)
+    run = TrainingRun(recipe, encoder, room, teacher, threads)
     last = recipe.steps if stop_at is None else min(stop_at, recipe.steps)
     with _bar() as bar:
         task = bar.add_task(room.name, total=last, completed=run.step, loss=math.nan, rate=0)
@@ -72,7 +72,7 @@ def _bar() -> Progress:
     )  # fmt: skip
 
 
-class Run:
+class TrainingRun:
     """The state of one training run: model, optimizers, step, history."""
 
     def __init__(
@@ -146,12 +146,12 @@ class Run:
             optimizer.load_state_dict(saved)
         self.step, self._history = state["step"], json.loads(state["history"])
 
-    def _gradients(self, piece: Piece, total: float) -> tuple[float, tuple[torch.Tensor, ...]]:
+    def _gradients(self, piece: PaddedRows, total: float) -> tuple[float, tuple[torch.Tensor, ...]]:
         """Return the piece's share of the batch's loss, and of the gradients."""
         loss = self._loss(piece) / total
         return loss.item(), torch.autograd.grad(loss, list(self.model.parameters()))
 
-    def _loss(self, piece: Piece) -> torch.Tensor:
+    def _loss(self, piece: PaddedRows) -> torch.Tensor:
         """Return the weighted loss, summed over a piece's tokens. Only rows with a weight go through the output
         layer."""
         ids, weights = piece.ids.to(self._device), piece.weights[:, 1:].to(self._device)

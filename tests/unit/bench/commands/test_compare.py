@@ -22,7 +22,7 @@ from bench.load.run import Run
 from bench.load.setup import Prepared
 from bench.load.systems import counts, pools, usual_systems
 from bench.load.tokens import FileTokenizer
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 from common import builtin
 from common.config.bench.compare import BenchCompareConfig
 from common.core.errors import StartError
@@ -375,7 +375,7 @@ def test_all_systems_get_the_same_requests() -> None:
     limits: list[int | None] = []
 
     def prepared(system: str, longest: int, lengths: tuple[int, ...]) -> Prepared:
-        asks = [Ask([1] * length, length, 10) for length in lengths]
+        asks = [PlannedRequest([1] * length, length, 10) for length in lengths]
         return Prepared(Target(f"http://{system}", "some"), asks, FileTokenizer(builtin.path()), [], longest)
 
     terms = Terms()

@@ -13,7 +13,7 @@ import torch
 
 from bench.commands import kernels, roofline
 from bench.commands.kernels import Heads, attend
-from bench.commands.roofline import LLAMA_82M, Shape, product, read_rates, shapes
+from bench.commands.roofline import LLAMA_82M, LinearShape, product, read_rates, shapes
 from common.config.bench.kernels import BenchKernelsConfig
 from common.config.bench.roofline import BenchRooflineConfig
 from common.core.errors import StartError
@@ -62,10 +62,10 @@ def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "best_s", timed)
     monkeypatch.setattr(roofline, "READ_MIB", (1, 2))
     assert read_rates() == {1: 2 * roofline.MIB, 2: 4 * roofline.MIB}
-    found = product([Shape("a", 64, 32, 3), Shape("b", 128, 32, 1)], torch.bfloat16, 4)
+    found = product([LinearShape("a", 64, 32, 3), LinearShape("b", 128, 32, 1)], torch.bfloat16, 4)
     assert found.flops_per_s == 2 * 4 * (3 * 64 * 32 + 128 * 32) / 0.5
     assert found.bytes_per_s == 2 * (3 * 64 * 32 + 128 * 32) / 0.5
-    halved = product([Shape("a", 64, 32, 3)], torch.float32, 4, int8=True)
+    halved = product([LinearShape("a", 64, 32, 3)], torch.float32, 4, int8=True)
     assert halved.bytes_per_s == 3 * 64 * 32 / 0.5 and halved.rates(halved.way) == (
         halved.flops_per_s, halved.bytes_per_s
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_one_ways_weights_are_gone_before_the_next_ones_are_made(monkeypatch: py
 
     monkeypatch.setattr(roofline, "best_s", timed_once)
     monkeypatch.setattr(roofline, "ways", lambda *how: {name: watched(make) for name, make in ways(*how).items()})
-    product([Shape("a", 64, 32, 3)], torch.float32, 4)  # float32 has several ways on every CPU
+    product([LinearShape("a", 64, 32, 3)], torch.float32, 4)  # float32 has several ways on every CPU
     assert made == 3 * len(passes) >= 6
 
 

@@ -16,7 +16,7 @@ from bench.load import results
 from bench.load.run import Run
 from bench.load.setup import times, workload
 from bench.load.tokens import FileTokenizer
-from bench.load.workloads import Ask, random_asks, relabelled
+from bench.load.workloads import PlannedRequest, random_asks, relabelled
 from bench.simulate import cost as costs
 from bench.simulate.cost import CostModel, fit, hats, load_costs, machines_differ, shape, source
 from bench.simulate.world import Limits, World
@@ -39,7 +39,7 @@ COST = CostModel(
 LIMITS = Limits(
     kv_blocks=1000, block_size=16, max_num_seqs=8, max_num_batched_tokens=100, max_model_len=4096, link_bytes_per_s=1e6
 )
-ASK = Ask(list(range(100, 200)), 100, 5)
+ASK = PlannedRequest(list(range(100, 200)), 100, 5)
 
 
 def saved_costs(path: Path, **changes: Any) -> Path:
@@ -50,7 +50,7 @@ def saved_costs(path: Path, **changes: Any) -> Path:
     return path
 
 
-def lived(asks: list[Ask], times: list[float], pools: tuple[int, int, int], **changes: float) -> Run:
+def lived(asks: list[PlannedRequest], times: list[float], pools: tuple[int, int, int], **changes: float) -> Run:
     world = World(COST, replace(LIMITS, **changes), *pools)  # type: ignore[arg-type]
     run = world.run(asks, times)
     assert not world.leaks()
@@ -88,7 +88,9 @@ def test_a_cost_is_that_of_the_steps_it_stands_for() -> None:
 @pytest.mark.parametrize("pools", [(1, 1, 0), (0, 0, 1)])
 def test_texts_are_not_taken_for_one_and_the_same(pools: tuple[int, int, int]) -> None:
     """Only the length of a recorded text is known; another text of the same length must not hit its cached prefix."""
-    records = lived([Ask(f"question {number}", 96, 5) for number in range(3)], [0.0, 10.0, 20.0], pools).records
+    records = lived(
+        [PlannedRequest(f"question {number}", 96, 5) for number in range(3)], [0.0, 10.0, 20.0], pools
+    ).records
     assert [record.ttft for record in records] == pytest.approx([0.106] * 3)
 
 
@@ -99,7 +101,7 @@ def test_a_slow_link_is_exposed_and_holds_prefills_blocks() -> None:
 
 
 def test_a_prompt_stalls_streams_only_where_both_run_together() -> None:
-    stream, prompts = Ask(list(range(100, 116)), 16, 40), random_asks(range(500), 3, 100, 1)
+    stream, prompts = PlannedRequest(list(range(100, 116)), 16, 40), random_asks(range(500), 3, 100, 1)
     asks = [stream, *prompts]
     times = [0.0, 0.1, 0.2, 0.3]
     assert max(lived(asks, times, (1, 1, 0)).records[0].itls[1:]) == pytest.approx(0.01)
@@ -117,7 +119,7 @@ def test_prefill_is_a_queue_and_more_workers_shorten_it() -> None:
 
 def test_who_rests_computes_for_who_has_many_tokens() -> None:
     """200 tokens take one worker 210 ms, and each idle worker adds 0.9 of a worker; a stream's steps are not shared."""
-    ask = Ask(list(range(200)), 200, 2)
+    ask = PlannedRequest(list(range(200)), 200, 2)
     wide = {"max_num_batched_tokens": 256, "lend_cores": True}
     alone = lived([ask], [0.0], (1, 1, 0), max_num_batched_tokens=256).records[0]
     helped = lived([ask], [0.0], (1, 1, 0), **wide).records[0]
@@ -129,13 +131,13 @@ def test_who_rests_computes_for_who_has_many_tokens() -> None:
     )
     some = lived([ASK], [0.0], (1, 1, 0), **wide).records[0]
     assert some.ttft == pytest.approx(0.11 / 1.6), "100 tokens gain less"
-    few = lived([Ask(list(range(15)), 15, 1)], [0.0], (1, 1, 0), **wide).records[0]
+    few = lived([PlannedRequest(list(range(15)), 15, 1)], [0.0], (1, 1, 0), **wide).records[0]
     assert few.ttft == pytest.approx(0.025), "15 are too few"
 
 
 def test_a_worker_that_has_steps_has_its_cores_for_itself() -> None:
     """The stream decodes from 25 to 135 ms, while prefill alone does 110 of the prompt's 210 ms; both do the rest."""
-    stream, prompt = Ask(list(range(100, 115)), 15, 12), Ask(list(range(500, 700)), 200, 1)
+    stream, prompt = PlannedRequest(list(range(100, 115)), 15, 12), PlannedRequest(list(range(500, 700)), 200, 1)
     limits = {"max_num_batched_tokens": 256, "lend_cores": True, "link_bytes_per_s": 1e9}
     first, second = lived([stream, prompt], [0.0, 0.025], (1, 1, 0), **limits).records
     assert first.moments[-1] == pytest.approx(0.135, abs=1e-4)

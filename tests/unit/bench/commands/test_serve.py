@@ -25,7 +25,7 @@ from bench.load.mock_server import MockServer, Script
 from bench.load.results import provenance
 from bench.load.run import run_load
 from bench.load.setup import prepare
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 from common.config.bench.serve import BenchServeConfig
 from common.core.errors import StartError
 from deploy.cli import main as cli
@@ -68,7 +68,7 @@ async def test_the_client_measures_the_script_exactly(backend: Any, role_first: 
         target = Target(str(server.make_url("")).rstrip("/"), "scripted", backend)
         async with target.session() as session:
             record = Record(0.0, 0)
-            ask = Ask([65, 66] if backend == "openai" else "AB", 2, 9)
+            ask = PlannedRequest([65, 66] if backend == "openai" else "AB", 2, 9)
             await target.send(session, target.body(ask), record, clock.client)
     assert record.ok, record.error
     assert record.ttft == pytest.approx(0.321)
@@ -85,7 +85,7 @@ async def test_requests_leave_on_time_whatever_became_of_the_others() -> None:
     mock = MockServer([Script(0.15, 0.0)])
     async with TestServer(mock.app()) as server:
         target = Target(str(server.make_url("")).rstrip("/"), "scripted")
-        asks = [Ask([65], 1, 1)] * 5
+        asks = [PlannedRequest([65], 1, 1)] * 5
         times = [0.0, 0.01, 0.02, 0.03, 0.04]
         open_loop = await run_load(target, asks, times)
         half_open = await run_load(target, asks, times, max_concurrency=1)
@@ -100,13 +100,13 @@ async def test_failures_are_recorded_and_end_nothing() -> None:
     mock = MockServer([Script(0.0, 0.0)], refuse_every=3)
     async with TestServer(mock.app()) as server:
         target = Target(str(server.make_url("")).rstrip("/"), "scripted")
-        run = await run_load(target, [Ask([65], 1, 2)] * 7, [0.0] * 7)
+        run = await run_load(target, [PlannedRequest([65], 1, 2)] * 7, [0.0] * 7)
     assert [record.error for record in run.records].count("HTTP 503: too much") == 2
     assert sum(record.ok for record in run.records) == 5
-    gone = await run_load(target, [Ask([65], 1, 2)] * 2, [0.0] * 2)
+    gone = await run_load(target, [PlannedRequest([65], 1, 2)] * 2, [0.0] * 2)
     assert all("Cannot connect" in record.error for record in gone.records)
     with pytest.raises(StartError, match="Cannot connect"):
-        await run_load(target, [], [], warm=[Ask([65], 1, 2)])
+        await run_load(target, [], [], warm=[PlannedRequest([65], 1, 2)])
 
 
 @pytest.mark.parametrize(("cached", "told"), [(None, ""), (0, ""), (3, "75% of prompt tokens")])
@@ -115,7 +115,7 @@ async def test_prompts_that_the_server_knew_are_told_of(cached: int | None, told
     mock = MockServer([Script(0.0, 0.0)], cached_tokens=cached)
     async with TestServer(mock.app()) as server:
         target = Target(str(server.make_url("")).rstrip("/"), "scripted")
-        run = await run_load(target, [Ask([65] * 4, 4, 2)] * 2, [0.0] * 2)
+        run = await run_load(target, [PlannedRequest([65] * 4, 4, 2)] * 2, [0.0] * 2)
     assert [record.cached_tokens for record in run.records] == [cached or 0] * 2
     show_remarks(Console(file=(shown := io.StringIO())), run.records)
     assert (told in shown.getvalue()) if told else not shown.getvalue()
@@ -140,7 +140,7 @@ async def test_an_answer_that_takes_too_long_is_a_failure() -> None:
     mock = MockServer([Script(30.0, 0.0)])
     async with TestServer(mock.app()) as server:
         target = Target(str(server.make_url("")).rstrip("/"), "scripted", timeout_s=0.1)
-        run = await run_load(target, [Ask([65], 1, 2)], [0.0])
+        run = await run_load(target, [PlannedRequest([65], 1, 2)], [0.0])
     assert run.records[0].error == "no answer within 0.1 s"
 
 

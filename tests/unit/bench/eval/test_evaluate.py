@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.eval import evaluate as module
-from bench.eval.evaluate import GOLDEN, Report, comparable, drops, evaluate, read_golden, table
+from bench.eval.evaluate import GOLDEN, EvaluationReport, comparable, drops, evaluate, read_golden, table
 from common.core.errors import StartError
 from deploy.cli import main as cli
 
@@ -82,7 +82,7 @@ async def test_right_answers_are_all_right(serve: Serve, answer: Callable[..., d
 async def test_a_damaged_server_shows_as_a_drop(serve: Serve, tmp_path: Path) -> None:
     good = await evaluate(await serve(knows))
     (tmp_path / "base.json").write_text(json.dumps(good.as_json()))
-    baseline = Report.load(tmp_path / "base.json")
+    baseline = EvaluationReport.load(tmp_path / "base.json")
     bad = await evaluate(await serve(lambda record: {"content": "It is blue blue blue"}))
     assert bad.total.right == 0
     assert len(drops(bad, baseline, 0.01, 0.05)) == len(good.skills) + 1
@@ -163,11 +163,11 @@ def test_an_empty_golden_set_is_no_figure(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = Report("tiny", "x", skills={"world": module.Figures(10, 10, 10)})
-    bad = Report("tiny", "x", skills={"world": module.Figures(10, 5, 10)})
+    good = EvaluationReport("tiny", "x", skills={"world": module.Figures(10, 10, 10)})
+    bad = EvaluationReport("tiny", "x", skills={"world": module.Figures(10, 5, 10)})
     reports = [good, good, bad]
 
-    async def found(*_: Any, **__: Any) -> Report:
+    async def found(*_: Any, **__: Any) -> EvaluationReport:
         return reports.pop(0)
 
     monkeypatch.setattr(module, "evaluate", found)

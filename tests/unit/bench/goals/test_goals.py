@@ -31,12 +31,12 @@ from bench.goals.field import (
     Field,
     System,
 )
-from bench.goals.figures import Row, Target, against, as_json, of_json, ratios, table
+from bench.goals.figures import GoalTarget, Row, against, as_json, of_json, ratios, table
 from bench.goals.turns import Turn
 from bench.load import results
 from bench.load.client import Record
 from bench.load.run import Run
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 from bench.peers import vllm
 from bench.simulate.cost import CostModel
 from common.core.errors import StartError
@@ -71,8 +71,8 @@ class Scripted(Field):
         self.opened.append(wanted)
         return [each for each in wanted if each not in self.broken and (self.peers or not each.is_peer)]
 
-    def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[Ask]:
-        return [Ask([1] * input_tokens, input_tokens, output_tokens)] * count
+    def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[PlannedRequest]:
+        return [PlannedRequest([1] * input_tokens, input_tokens, output_tokens)] * count
 
     def run(self, system: System, asks: Any, times: Any = None, *, concurrency: Any = None, what: str = "") -> Run:
         self.order.append(system)
@@ -83,7 +83,7 @@ class Scripted(Field):
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def row(*targets: Target, value: float = 2.0, **given: Any) -> Row:
+def row(*targets: GoalTarget, value: float = 2.0, **given: Any) -> Row:
     return Row("C1", "something", "ms", value, targets, **given)
 
 
@@ -91,15 +91,15 @@ def row(*targets: Target, value: float = 2.0, **given: Any) -> Row:
     ("value", "met", "held"), [(0.5, True, True), (1.0, True, True), (1.2, False, True), (1.6, False, False)]
 )
 def test_a_target_has_a_bound_and_a_floor(value: float, met: bool, held: bool) -> None:
-    found = row(Target("value", 1.0, 1.5, at_most=True), value=value)
+    found = row(GoalTarget("value", 1.0, 1.5, at_most=True), value=value)
     assert (found.met, found.held) == (met, held)
-    mirrored = row(Target("share", -1.0, -1.5), share=-value)
+    mirrored = row(GoalTarget("share", -1.0, -1.5), share=-value)
     assert (mirrored.met, mirrored.held) == (met, held)
 
 
 def test_what_was_not_measured_is_not_judged_but_what_is_missed_is_missed() -> None:
-    good, bad = Target("value", 3.0, at_most=True), Target("value", 1.0, at_most=True)
-    unknown = Target("ratio", 2.0)
+    good, bad = GoalTarget("value", 3.0, at_most=True), GoalTarget("value", 1.0, at_most=True)
+    unknown = GoalTarget("ratio", 2.0)
     assert row(good).met is True and row(good, unknown).met is None and row(bad, unknown).met is False
     assert row().met is None and "reported" in table([row()])[2] and "not judged" in table([row(good, unknown)])[2]
 
@@ -115,11 +115,11 @@ def test_ratios_are_within_a_round_and_more_than_one_is_better() -> None:
 
 def test_the_table_says_all_and_json_too(tmp_path: Path) -> None:
     full = row(
-        Target("share", 0.85, 0.75), Target("ratio", 1.15), value=9.87, limit=10.9, share=0.905, note="noted",
+        GoalTarget("share", 0.85, 0.75), GoalTarget("ratio", 1.15), value=9.87, limit=10.9, share=0.905, note="noted",
         detail={"by_round": [1.0]},
         **against("vLLM", [2.0, 4.0], [1.0, 1.0]),
     )  # fmt: skip
-    lines = table([full, row(Target("value", 1.0, 1.5, at_most=True), value=1600.0)])
+    lines = table([full, row(GoalTarget("value", 1.0, 1.5, at_most=True), value=1600.0)])
     wanted = "share ≥ 0.850 (floor 0.750), ratio ≥ 1.15"
     assert (
         lines[2]
@@ -278,7 +278,7 @@ def test_gaps_are_in_medians_of_the_same_stretch_of_a_stream() -> None:
 
 
 def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system(tmp_path: Path) -> None:
-    def answer(system: System, ask: Ask, at: float) -> Record:
+    def answer(system: System, ask: PlannedRequest, at: float) -> Record:
         if ask.prompt_tokens == interference.INTRUDER or ask.output_tokens == QUICK.streamed_tokens:
             return record(0.1, *[0.02] * (ask.output_tokens - 1), sent=at)
         long = {OURS: 0.024, VLLM: 0.4}.get(system, 0.1)
@@ -303,7 +303,7 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
 def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
     """The runs are: warm-up, undisturbed, disturbed, undisturbed again, on a machine that slows down."""
 
-    def answer(system: System, ask: Ask, at: float) -> Record:
+    def answer(system: System, ask: PlannedRequest, at: float) -> Record:
         pace = (0.02, 0.02, 0.025, 0.03)[len(scripted.order) - 1]
         return record(0.1, *[pace] * (ask.output_tokens - 1), sent=at)
 
@@ -324,7 +324,7 @@ def test_a_stream_that_slows_down_as_it_grows_is_told_in_both_ways() -> None:
 @pytest.mark.parametrize("refused", [interference.INTRUDER, interference.STREAM_INPUT])
 def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_disturbed(refused: int) -> None:
     def by(who: System) -> Any:
-        def answer(system: System, ask: Ask, at: float) -> Record:
+        def answer(system: System, ask: PlannedRequest, at: float) -> Record:
             error = "HTTP 503: full" if system == who and ask.prompt_tokens == refused else ""
             return record(0.1, *[0.02] * (ask.output_tokens - 1), sent=at, error=error)
 
@@ -547,7 +547,7 @@ def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_tol
     """The last answer takes twice as long as all others."""
     numbers = itertools.count(1)
 
-    def answered(system: System, ask: Ask, at: float) -> Record:
+    def answered(system: System, ask: PlannedRequest, at: float) -> Record:
         last = next(numbers) % QUICK.balanced == 0
         found = record(10.0 if last else 5.0, *[1.0 if last else 0.5] * 10)
         stages = {"prefill": "prefill-0", "prefill_ms": 5000.0, "decode": "decode-0"}
@@ -623,7 +623,7 @@ def test_a_quick_run_is_not_judged(
     quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The loads of a quick run are too small: it shows only that everything works."""
-    below = row(Target("value", 1, 1.5, at_most=True), value=20.0)
+    below = row(GoalTarget("value", 1, 1.5, at_most=True), value=20.0)
     assert below.held is False
     monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [below]})
     words = ["goals", str(tmp_path), "--save", str(tmp_path / "goals.json")]
@@ -640,7 +640,7 @@ def test_a_run_goes_on_with_what_an_earlier_one_has_measured(tmp_path: Path, mon
             if name == "C2" and len(asked) == 2:
                 raise KeyboardInterrupt
             peer = against("vLLM", [1.0], [0.0])
-            return [Row(name, "something", "ms", 1.0, (Target("value", 2.0, at_most=True),), **peer)]
+            return [Row(name, "something", "ms", 1.0, (GoalTarget("value", 2.0, at_most=True),), **peer)]
 
         return measured
 
@@ -770,7 +770,7 @@ def test_peers_are_halted_while_others_are_measured(monkeypatch: pytest.MonkeyPa
 
     class Watched(Field):
         def start(self, system: System) -> Any:
-            peer = vllm.Peer("http://127.0.0.1:1", [])
+            peer = vllm.PeerSystem("http://127.0.0.1:1", [])
             monkeypatch.setattr(peer, "pause", lambda: events.append(f"-{system}"))
             monkeypatch.setattr(peer, "resume", lambda: events.append(f"+{system}"))
             return contextlib.nullcontext(peer if system.is_peer else "http://127.0.0.1:1")

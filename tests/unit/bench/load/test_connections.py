@@ -18,7 +18,7 @@ from bench.commands.serve import show_remarks
 from bench.load.client import Record, Target
 from bench.load.connections import _Connection
 from bench.load.run import run_load
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 
 STREAM = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\ndata: [DONE]\n\n'
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n%b" % (len(STREAM), STREAM)
@@ -114,7 +114,7 @@ class Server:
 
 async def send(target: Target, session: aiohttp.ClientSession) -> Record:
     record = Record(0.0, 0)
-    await target.send(session, target.body(Ask([65], 1, 1)), record)
+    await target.send(session, target.body(PlannedRequest([65], 1, 1)), record)
     return record
 
 
@@ -140,7 +140,7 @@ async def test_the_time_of_a_request_that_is_sent_again_counts_from_the_first_se
     async with Server(late).running() as target, target.session() as session:
         await send(target, session)
         record = Record(0.0, 0)
-        await target.send(session, target.body(Ask([65], 1, 1)), record, lambda: float(next(times)))
+        await target.send(session, target.body(PlannedRequest([65], 1, 1)), record, lambda: float(next(times)))
     assert record.resent and record.ttft == 11.0
 
 
@@ -234,7 +234,7 @@ async def test_a_run_counts_what_was_sent_again() -> None:
     """The server closes each connection after its second request, and no request fails."""
     server = Server(close_after_headers, good=2, well=99)
     async with server.running() as target:
-        run = await run_load(target, [Ask([65], 1, 1)] * 7, [0.0] * 7, max_concurrency=1)
+        run = await run_load(target, [PlannedRequest([65], 1, 1)] * 7, [0.0] * 7, max_concurrency=1)
     assert all(record.ok for record in run.records)
     resent = sum(record.resent for record in run.records)
     assert resent == sum(count > 2 for count in server.begun) > 0

@@ -20,7 +20,7 @@ from bench.load.metrics import QUEUED, Objective, as_json, parse_objectives, row
 from bench.load.run import Run
 from bench.load.setup import times
 from bench.load.workloads import (
-    Ask,
+    PlannedRequest,
     azure_asks,
     mooncake_asks,
     prefix_repetition_asks,
@@ -108,7 +108,7 @@ def test_sharegpt(tmp_path: Path) -> None:
     too_short, too_long, alone = entry("a", "b " * 20), entry("a " * 1025, "b " * 20), entry("a " * 10)
     path.write_text(json.dumps([kept, too_short, too_long, alone, {"id": "none"}, "odd"]))
     found = sharegpt_asks(path, 10, lambda text: len(text.split()))
-    assert found == [Ask("a " * 10, 10, 20)]
+    assert found == [PlannedRequest("a " * 10, 10, 20)]
     assert sharegpt_asks(path, 10, lambda text: len(text.split()), output_len=3)[0].output_tokens == 3
 
 
@@ -214,14 +214,20 @@ def test_sharegpt_that_does_not_parse(text: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_left_out() -> None:
-    asks = [Ask([1] * 10, 10, 5), Ask([1] * 20, 20, 5), Ask([1], 1, 0), Ask([1] * 9, 9, 5), Ask([1], 1, 1)]
+    asks = [
+        PlannedRequest([1] * 10, 10, 5),
+        PlannedRequest([1] * 20, 20, 5),
+        PlannedRequest([1], 1, 0),
+        PlannedRequest([1] * 9, 9, 5),
+        PlannedRequest([1], 1, 1),
+    ]
     assert within(asks, 2, 15) == ([asks[0], asks[3]], 2)
     assert within(asks, 9, None)[1] == 1
 
 
 def test_a_trace_begins_with_what_is_asked_of_it() -> None:
     """The time before its first wanted row is not waited for."""
-    asks = [Ask([1], 1, 1, at=at) for at in (30.0, 30.5, 32.0)]
+    asks = [PlannedRequest([1], 1, 1, at=at) for at in (30.0, 30.5, 32.0)]
     options = BenchServeConfig(dataset_name="azure", dataset_path="trace.csv", time_scale=2.0)
     assert times(options, asks) == [0.0, 1.0, 4.0]
     with pytest.raises(StartError, match="would have no effect"):
@@ -231,7 +237,7 @@ def test_a_trace_begins_with_what_is_asked_of_it() -> None:
 
 
 def test_the_same_asks_in_other_words() -> None:
-    asks = [*prefix_repetition_asks(IDS, 6, num_prefixes=2, seed=1), Ask("who is there", 3, 2)]
+    asks = [*prefix_repetition_asks(IDS, 6, num_prefixes=2, seed=1), PlannedRequest("who is there", 3, 2)]
     other = relabelled(asks, 7)
     assert other == relabelled(asks, 7) != relabelled(asks, 8)
     assert other[-1] == replace(asks[-1], prompt="7 who is there") and relabelled(asks[-1:], 7) == other[-1:]

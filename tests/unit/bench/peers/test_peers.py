@@ -209,7 +209,7 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
     with started("a family", [sys.executable, "-c", _FAMILY]) as process:
         child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
         both = (process.pid, child)
-        peer = vllm.Peer("http://proxy", [(process, "http://server")])
+        peer = vllm.PeerSystem("http://proxy", [(process, "http://server")])
         peer.resume()
         assert not asked, "it was never halted"
         for _ in range(2):
