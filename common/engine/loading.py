@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 
 from common.attention.interface import AttentionBackend
 from common.attention.registry import select_backend
 from common.checkpoint.files import Checkpoint
+from common.core.errors import StartError
+from common.engine.device_steps import DeviceSteps
+from common.engine.gpu_memory import measure_use
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.kernels import cpu
-from common.kv.budget import Budget, fit
+from common.kv.budget import Budget, fit, human_bytes
+from common.kv.gpu_budget import Share, most_for_kv, plan_pool
 from common.kv.layout import KvDtype, KvLayout
 from common.kv.storage.host import KvMemory
+from common.kv.storage.interface import KvStorage
+from common.kv.storage.slab import SlabStore
 from common.kv.storage.tensors import KvStore
 from common.model.layers import fuse_layers
 from common.model.linears import PackedLinear, pack_linears
-from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights
-from common.model.probe import QUANTISED_TOLERANCE, probe
+from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights, weight_bytes
+from common.model.probe import QUANTISED_TOLERANCE, Probe, probe
 from common.model.rotary import freeze_rotary
-from common.platform import device, memory
+from common.platform import memory
+from common.platform.device import Device, choose_dtype, probe_cpu
 
 
 def load_engine(
     checkpoint: Checkpoint,
     *,
+    machine: Device | None = None,
     dtype: KvDtype | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     kv_bytes: int | None = None,
     num_kv_blocks: int | None = None,
+    gpu_share: Share | None = None,
     block_size: int = 16,
     max_batched_tokens: int,
     max_num_seqs: int,
@@ -41,52 +52,118 @@ def load_engine(
     attention: str | None = None,
     quantization: Literal["none", "int8"] = "none",
 ) -> ModelEngine:
-    """Load, check and prepare a model; StartError, in words, if it cannot be served here.
+    """Load, check and prepare a model on ``machine`` (default: the CPU); StartError, in words, if it cannot be served
+    here.
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode), for which oneDNN packs
     weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``
-    (default: :func:`common.platform.memory.kv_budget`). Rotary variants that look at the whole batch are frozen for
-    ``max_model_len`` if given, else for the model's own length (never for what the pool holds), so that workers with
-    pools of different sizes agree.
+    (default: :func:`common.platform.memory.kv_budget`, on a GPU what weights and activations leave of ``gpu_share``).
+    Rotary variants that look at the whole batch are frozen for ``max_model_len`` if given, else for the model's own
+    length (never for what the pool holds), so that workers with pools of different sizes agree.
     """
-    machine = device.probe_cpu()
-    chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)
+    machine, share = machine or probe_cpu(), gpu_share or Share()
+    chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
-    budget_bytes = kv_bytes if kv_bytes is not None else memory.kv_budget()
+    _check_quantization(quantization, machine)
+    room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share)
 
-    def budget(layers: tuple[object, ...] | None) -> Budget | None:
+    def budget(layers: tuple[object, ...] | None, room: int) -> Budget | None:
         if layers is None:
             return None
         return fit(
             KvLayout(layers, chosen, block_size),  # type: ignore[arg-type]
             checkpoint.max_position,
             max_model_len,
-            kv_bytes=budget_bytes,
+            kv_bytes=room,
             num_kv_blocks=num_kv_blocks,
             limit=checkpoint.position_limit,
         )
 
-    budget(checkpoint.kv_layers())  # raises StartError before the weights are read, which takes long
-    weights = read_weights(checkpoint, chosen, progress)
+    budget(checkpoint.kv_layers(), room)  # raises StartError before the weights are read, which takes long
+    weights = read_weights(checkpoint, chosen, progress, for_gpu=machine.gpu is not None)
     model = load_model(checkpoint, chosen, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
+    where, int8 = _move(model, machine), quantization == "int8"
     seen = probe(model, checkpoint)
-    int8 = quantization == "int8"
-    fused = fuse_layers(model, int8)
-    packed = pack_linears(model, batch_hint, int8)
+    fused = fuse_layers(model, int8) if machine.gpu is None else 0
+    packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
-    plan = budget(seen.layers)
-    assert plan is not None
-    store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
-    backend = select_backend("cpu", store, attention)
+    layout = KvLayout(seen.layers, chosen, block_size)
     fingerprint = _fingerprint(checkpoint, weights, rotary, quantization)
-    engine = ModelEngine(model, store, backend, fingerprint, checkpoint.vocab_size, plan.max_model_len)
+    make = partial(_make_engine, checkpoint, model, seen, layout, machine, where, attention, fingerprint)
+    if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
+        rows = min(max_batched_tokens, checkpoint.max_position)
+        use = measure_use(lambda: make(layout.blocks_for(rows), rows), max_batched_tokens, max_num_seqs)
+        room, note = plan_pool(use, share, layout.token_bytes, max_model_len or block_size)
+        notes.append(note)
+    plan = budget(seen.layers, room)
+    assert plan is not None
+    engine = make(plan.blocks, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
-    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
+    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(engine.backend), *notes]
     engine.notes += _layer_notes(model, fused, bool(fused) and engine.shorten(seen.tokens), packed, batch_hint, int8)
     memory.keep_freed_memory()
     engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
     return engine
+
+
+def _check_quantization(quantization: str, machine: Device) -> None:
+    if quantization == "int8" and machine.gpu is not None:
+        raise StartError("--quantization int8 runs on CPUs only", f"this worker computes on {machine.name}", "omit it")
+
+
+def _most_for_kv(checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share: Share) -> int:
+    """Return the most bytes that the KV pool can have, as far as it is known before the model is loaded. Raises
+    StartError if the weights do not fit into a GPU."""
+    if machine.gpu is None:
+        return memory.kv_budget()
+    return most_for_kv(machine.gpu.total_bytes, machine.gpu.free_bytes, weight_bytes(checkpoint, dtype), share)
+
+
+def _move(model: nn.Module, machine: Device) -> torch.device:
+    """Move ``model`` to the memory of ``machine`` and return its device."""
+    where = torch.device(machine.address)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    model.to(where)
+    return where
+
+
+def _make_engine(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    seen: Probe,
+    layout: KvLayout,
+    machine: Device,
+    where: torch.device,
+    attention: str | None,
+    fingerprint: str,
+    blocks: int,
+    max_model_len: int,
+) -> ModelEngine:
+    """Return an engine with a pool of ``blocks`` blocks. The model attends through the engine that was made last."""
+    store = _make_store(layout, blocks, machine, where)
+    backend = select_backend(where.type, store, attention)  # type: ignore[arg-type]
+    steps = None
+    if machine.gpu is not None:
+        embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
+        steps = DeviceSteps(where, embedding.weight.shape[0], seen.logits.shape[1])
+    return ModelEngine(model, store, backend, fingerprint, checkpoint.vocab_size, max_model_len, steps)
+
+
+def _make_store(layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
+    """Return the KV pool. Raises StartError if a GPU has too little memory."""
+    if machine.gpu is None:
+        return KvStore(KvMemory(layout, blocks))
+    try:
+        return SlabStore(layout, blocks, where)
+    except torch.OutOfMemoryError as error:
+        size = human_bytes(layout.block_bytes * blocks)
+        raise StartError(
+            f"cannot allocate {size} of KV on {machine.address}",
+            str(error).partition("\n")[0],
+            "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
+        ) from None
 
 
 def _layer_notes(

@@ -98,6 +98,10 @@ class ModelEngine:
         """Runs in place of ``model`` if :meth:`shorten` has set it."""
         bind(model, self._attention)
 
+    @property
+    def backend(self) -> AttentionBackend:
+        return self._attention.backend
+
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> StepResult:
@@ -108,7 +112,7 @@ class ModelEngine:
         """
         started = perf_counter()
         try:
-            result = self._run(batch, self.on_layer)
+            result = self.run_once(batch, self.on_layer)
         except REQUEST_FAULTS as error:
             fault = error.with_traceback(None)  # its frames would keep the step's tensors in memory
         else:
@@ -122,7 +126,8 @@ class ModelEngine:
         result.seconds = perf_counter() - started
         return result
 
-    def _run(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+    def run_once(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """Compute ``batch`` as :meth:`step`, but raise what the computation raises."""
         if self.decoder is not None:  # no tensor of it tracks gradients, and entering inference mode takes 40 us
             return self._compute(batch, on_layer)
         with torch.inference_mode():
@@ -207,7 +212,7 @@ class ModelEngine:
 
     def _run_part(self, part: Batch) -> StepResult:
         try:
-            return self._run(part)
+            return self.run_once(part)
         except REQUEST_FAULTS as error:
             fault = error.with_traceback(None)
         return self._in_parts(part, fault)
@@ -246,7 +251,7 @@ class ModelEngine:
         paces = []
         for step in steps:
             started = perf_counter()
-            self._run(step)
+            self.run_once(step)
             paces.append((step.length, step.attended, perf_counter() - started))
         self.store.clear(blocks)
         return paces

@@ -32,10 +32,12 @@ _CHUNK_BYTES = 1 << 20
 log = logging.getLogger("tandem.load")
 
 
-def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None = None) -> str:
+def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None = None, *, for_gpu: bool = False) -> str:
     """Read every shard through the page cache; return a hash over all their bytes, 16 hex digits (XXH3-64, which
-    detects accidents, not forgeries). StartError if memory is too small for the weights in ``dtype``."""
-    _check_memory(checkpoint, dtype)
+    detects accidents, not forgeries). StartError if memory is too small for the weights in ``dtype``; those ``for_gpu``
+    are copied from the mapped files, unless they have to be converted."""
+    if not for_gpu or dtype != checkpoint.dtype:
+        _check_memory(checkpoint, dtype)
     progress, files = progress or default_progress(), checkpoint.weight_files
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
     for index, path in enumerate(files):
@@ -71,8 +73,13 @@ def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = Fal
     return frozen
 
 
+def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """Return the bytes of all weights in ``dtype``."""
+    return checkpoint.weight_bytes * DTYPES[dtype].itemsize // DTYPES[checkpoint.dtype].itemsize
+
+
 def _check_memory(checkpoint: Checkpoint, dtype: str) -> None:
-    need = checkpoint.weight_bytes * DTYPES[dtype].itemsize // DTYPES[checkpoint.dtype].itemsize
+    need = weight_bytes(checkpoint, dtype)
     if need > (free := free_memory()):
         raise StartError(
             f"too little memory for the weights of {checkpoint.name}",

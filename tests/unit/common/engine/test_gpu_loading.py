@@ -1,0 +1,150 @@
+"""Loading for a GPU: what is measured, how its memory is divided, and what is refused.
+
+The GPU is a stand-in whose tensors are on the CPU; torch's questions about its memory have prepared answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint.files import open_checkpoint
+from common.core.errors import StartError
+from common.core.ids import BlockId, new_request_id, pack_tokens
+from common.core.request import Request
+from common.core.sequence import Batch, Segment, Sequence
+from common.engine.loading import load_engine
+from common.engine.runner import ModelEngine
+from common.kv.gpu_budget import CONTEXT_BYTES, Share
+from common.kv.storage.slab import SlabStore
+from common.platform.device import Device, probe_gpu
+from common.platform.gpu import Gpu
+from tests.reference import Reference, greedy
+
+MIB = 1 << 20
+
+
+class StandIn(Device):
+    """A GPU whose tensors are on the CPU."""
+
+    address = "cpu"  # type: ignore[assignment]
+
+
+def stand_in(total: int = 2048 * MIB, free: int = 2000 * MIB) -> Device:
+    gpu = Gpu(0, "GPU-1", "NVIDIA H200", total, free, (9, 0))
+    return StandIn(**vars(probe_gpu(gpu)))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """torch.cuda's answers about memory, and the peak of what was run, which is 300 MiB above 100 MiB of weights."""
+    answers: dict[str, Any] = {"free": 1600 * MIB, "total": 2048 * MIB, "peak": 400 * MIB, "reset": 0}
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 99 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: answers["peak"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (answers["free"], answers["total"]))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: answers.update(reset=answers["reset"] + 1)
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield answers
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def load(checkpoint: Callable[[str], Path], cuda: dict[str, Any]) -> Iterator[Callable[..., ModelEngine]]:
+    engines: list[ModelEngine] = []
+
+    def load(**options: Any) -> ModelEngine:
+        fields: dict[str, Any] = {"machine": stand_in(), "dtype": "float32", "attention": "torch_ref"}
+        fields |= {"max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
+        engines.append(load_engine(open_checkpoint(str(checkpoint("llama"))), **(fields | options)))
+        return engines[-1]
+
+    yield load
+    for engine in engines:
+        engine.close()
+
+
+def test_weights_and_measured_activations_leave_the_pool(
+    load: Callable[..., ModelEngine], cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest: list[tuple[int, int]] = []
+    run_once = ModelEngine.run_once
+
+    def watched(self: ModelEngine, batch: Batch, *rest: Any) -> Any:
+        largest.append((batch.length, len(batch.segments)))
+        return run_once(self, batch, *rest)
+
+    monkeypatch.setattr(ModelEngine, "run_once", watched)
+    engine = load(max_model_len=256)
+    assert isinstance(engine.store, SlabStore) and cuda["reset"] == 1
+    assert largest[:2] == [(64, 1), (4, 4)], "the largest prefill step and the largest decode step"
+    room = int(2048 * MIB * 0.9) - 99 * MIB - 300 * MIB - CONTEXT_BYTES
+    assert engine.store.blocks == room // engine.layout.block_bytes
+    notes = "\n".join(engine.notes)
+    assert "weights 99.0 MiB" in notes and "activations of 64 tokens 300.0 MiB" in notes
+
+
+def test_it_computes_what_transformers_computes(
+    load: Callable[..., ModelEngine], checkpoint: Callable[[str], Path]
+) -> None:
+    engine = load(num_kv_blocks=16, max_model_len=256)
+    sequence = Sequence(Request(new_request_id(), pack_tokens(range(10, 40)), greedy(8)), 0)
+    for _ in range(8):
+        segment = Segment(sequence, sequence.computed, sequence.missing)
+        result = engine.step(Batch((segment,), ([BlockId(block) for block in range(4)],)))
+        sequence.computed = len(sequence.tokens)
+        sequence.append(result.tokens[0][0])
+    Reference(checkpoint("llama"), 256).check(sequence.tokens[:30], sequence.output, sequence.request.sampling)
+
+
+def test_a_pool_of_a_given_size_is_not_measured(load: Callable[..., ModelEngine], cuda: dict[str, Any]) -> None:
+    assert load(num_kv_blocks=16).store.blocks == 16
+    assert load(kv_bytes=8 * MIB).store.blocks == 8 * MIB // load(num_kv_blocks=1).layout.block_bytes
+    assert cuda["reset"] == 0
+
+
+def test_too_little_memory_says_what_would_fit(load: Callable[..., ModelEngine], cuda: dict[str, Any]) -> None:
+    cuda["peak"] = 1190 * MIB
+    cuda["free"] = 1091 * MIB
+    with pytest.raises(StartError) as caught:
+        load(max_model_len=4096)
+    assert "4,096 tokens" in caught.value.what and "--max-model-len" in caught.value.todo
+
+
+def test_a_step_that_does_not_fit_is_refused_in_words(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("common.engine.gpu_memory.run_largest", short)
+    with pytest.raises(StartError, match="step of 64 tokens and 4 sequences"):
+        load()
+
+
+def test_weights_that_do_not_fit_are_not_read(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.engine.loading.read_weights", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(StartError, match="too little GPU memory for weights"):
+        load(machine=stand_in(free=1 << 10))
+    with pytest.raises(StartError, match="shared by 40 workers"):
+        load(gpu_share=Share(0.9, 40))
+
+
+def test_what_runs_on_cpus_only_is_refused(load: Callable[..., ModelEngine]) -> None:
+    with pytest.raises(StartError, match="int8"):
+        load(quantization="int8")
+
+
+def test_the_dtype_is_chosen_for_the_gpu(load: Callable[..., ModelEngine]) -> None:
+    engine = load(dtype="auto", num_kv_blocks=16)
+    assert engine.notes[0] == "dtype float32: the checkpoint's" and engine.store.dtype == torch.float32
+    assert not engine.store.k(0).any(), "the check before serving leaves nothing in the pool"
