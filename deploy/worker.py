@@ -116,12 +116,14 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
 
 def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int) -> ModelEngine:
     """Load the engine of ``checkpoint``. Imports torch, after all cheaper checks."""
+    from common.attention.registry import Wanted
     from common.engine.loading import load_engine
 
     return load_engine(
         checkpoint,
         dtype=config.dtype,
         quantization=config.quantization,
+        attention=Wanted(config.attention, config.prefill_attention, config.decode_attention),
         max_model_len=config.max_model_len,
         kv_bytes=kv_bytes(config, config.workers_on_host),
         num_kv_blocks=config.num_kv_blocks,

@@ -35,6 +35,7 @@ from bench.commands.roofline import (
     square_rate,
 )
 from bench.load import neighbours, results
+from common.attention.cpu import CpuAttention
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.registry import select_backend
 from common.config.bench.kernels import BenchKernelsConfig
@@ -116,8 +117,8 @@ def attend(heads: Heads, dtype: KvDtype, batch: int, context: int, read: Callabl
     params = Params(heads.dim**-0.5)
     with filled_store(heads, dtype, layers, batch * each) as store:
         query = torch.randn(batch, heads.query, heads.dim).to(store.dtype)
-        best = select_backend("cpu", store)
-        backends: dict[str, AttentionBackend] = {best.name: best, "cpu": select_backend("cpu", store, "cpu")}
+        best = select_backend(store).backend
+        backends: dict[str, AttentionBackend] = {best.name: best, "cpu": CpuAttention(store)}
         seconds = dict.fromkeys(backends, float("inf"))
         for _ in range(3):
             for name, backend in backends.items():

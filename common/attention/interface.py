@@ -46,6 +46,13 @@ class Params:
     sinks: torch.Tensor | None = None
 
 
+class LayerCall(NamedTuple):
+    """How a model calls the attention of one layer: with how many query heads, and which parameters."""
+
+    heads: int
+    params: Params
+
+
 class AttentionBackend(Protocol):
     """Attention over block tables for any mix of prefill chunks and decode steps."""
 

@@ -1,38 +1,173 @@
-"""Choice of the attention backend for a device."""
+"""Choice of the attention backends for prompts (prefill) and for single tokens (decode).
+
+Backends that need triton or flash-attn are imported only when they may be chosen: a CPU worker imports neither.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from common.attention.composite import CompositeAttention
 from common.attention.cpu import CpuAttention
-from common.attention.interface import AttentionBackend
+from common.attention.interface import AttentionBackend, LayerCall
 from common.attention.native import NativeAttention
 from common.attention.torch_reference import TorchReference
+from common.attention.trial import find_fault
 from common.core.errors import StartError
 from common.kernels import cpu
+from common.kernels import triton as triton_kernels
+from common.kv.storage.interface import KvStorage
 from common.kv.storage.tensors import KvStore
 
-BACKENDS: Mapping[str, Callable[[KvStore], AttentionBackend]] = {
-    "native": NativeAttention,
-    "cpu": CpuAttention,
-    "torch_ref": TorchReference,
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
+
+
+class Unusable(Exception):
+    """A backend cannot run here, for the reason in its text."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The chosen backend, and the notes that say which it is and why."""
+
+    backend: AttentionBackend
+    notes: tuple[str, ...]
+
+
+def _native(store: KvStorage) -> AttentionBackend:
+    if not isinstance(store, KvStore):
+        raise Unusable("the kernels in C run on CPUs")
+    if cpu.library() is None:
+        raise Unusable(cpu.MISSING)
+    return NativeAttention(store)
+
+
+def _cpu(store: KvStorage) -> AttentionBackend:
+    if not isinstance(store, KvStore):
+        raise Unusable("it is arranged for CPUs")
+    return CpuAttention(store)
+
+
+def _triton(store: KvStorage) -> AttentionBackend:
+    if (why := triton_kernels.unusable(store.device.type)) is not None:
+        raise Unusable(why)
+    from common.attention.triton import TritonAttention
+
+    return TritonAttention(store)
+
+
+def _flash(store: KvStorage) -> AttentionBackend:
+    from common.attention.flash import FlashUnusable, find_flash
+
+    try:
+        return find_flash(store)
+    except FlashUnusable as error:
+        raise Unusable(str(error)) from None
+
+
+BACKENDS: Mapping[str, Callable[[KvStorage], AttentionBackend]] = {
+    "native": _native,
+    "cpu": _cpu,
+    "torch": TorchReference,
+    "triton": _triton,
+    "flash": _flash,
 }
+"""Each makes its backend or raises :class:`Unusable`."""
+_TRIED = ("triton", "flash")
+"""Backends that must pass a trial against the reference."""
+_REMEDIES = {
+    "native": "install a C compiler, then reinstall Tandem",
+    "triton": "install tandem[gpu] on a machine with a GPU, or choose another backend",
+    "flash": "install a version of flash-attn that fits, or choose another backend",
+}
+_PREFERRED: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flash", "triton"), "decode": ("triton", "flash")}
+"""What is tried on a GPU, before torch."""
 
 
-def select_backend(device: str, store: KvStore, name: str | None = None) -> AttentionBackend:
-    """Return the backend called ``name``, or the best one for ``device`` (a torch device type). StartError if there is
-    none of that name, or if its kernels were not compiled."""
-    chosen = name or _best(device)
-    if chosen not in BACKENDS:
-        raise StartError(
-            f"no attention backend {chosen!r}", f"available are {', '.join(BACKENDS)}", "choose one of these"
-        )
-    if chosen == "native" and cpu.library() is None:
-        raise StartError("no native attention", cpu.MISSING, "install a C compiler, then reinstall Tandem")
-    return BACKENDS[chosen](store)
+class Wanted(NamedTuple):
+    """The names of the backends that a user asks for: for both phases, and in place of that for one; "auto" is the best
+    one that works."""
+
+    both: str = "auto"
+    prefill: str | None = None
+    decode: str | None = None
 
 
-def _best(device: str) -> str:
-    if device != "cpu":
-        return "torch_ref"
-    return "cpu" if cpu.library() is None else "native"
+AUTO = Wanted()
+
+
+def select_backend(store: KvStorage, wanted: Wanted = AUTO, calls: Sequence[LayerCall] = ()) -> Attention:
+    """Return the backends for prompts and for single tokens as one backend, with notes.
+
+    ``calls`` says how the model calls each layer, for the trials of backends that need one, which overwrite some blocks
+    of the pool. StartError if a backend that was asked for does not exist or cannot run on the device of ``store``.
+    """
+    choice = _Choice(store, calls)
+    longer, why_longer = choice.of("prefill", wanted.prefill or wanted.both)
+    single, why_single = choice.of("decode", wanted.decode or wanted.both)
+    if longer is not single:
+        both: AttentionBackend = CompositeAttention(longer, single, store.device)
+        return Attention(both, (f"prefill attention {why_longer}", f"decode attention {why_single}"))
+    if why_longer == why_single:
+        return Attention(single, (f"attention {why_single}",))
+    return Attention(single, (f"prefill attention {why_longer}", f"decode attention {why_single}"))
+
+
+class _Choice:
+    """Makes each backend once, and tries it once per phase."""
+
+    def __init__(self, store: KvStorage, calls: Sequence[LayerCall]) -> None:
+        self._store, self._calls = store, calls
+        self._made: dict[str, AttentionBackend] = {}
+
+    def of(self, phase: Phase, wanted: str) -> tuple[AttentionBackend, str]:
+        """Return the backend ``wanted`` for ``phase``, or the best one if that is "auto", and its name with the
+        reason."""
+        if wanted == "auto":
+            return self._best(phase)
+        if wanted not in BACKENDS:
+            known = ", ".join(("auto", *BACKENDS))
+            raise StartError(f"no attention backend {wanted!r}", f"available are {known}", "choose one of these")
+        try:
+            made = self._make(wanted, phase)
+        except Unusable as error:
+            remedy = _REMEDIES.get(wanted, "choose another backend")
+            raise StartError(f"no {wanted} attention for {phase}", str(error), remedy) from None
+        slowly = ", in Triton's interpreter, which is very slow" if _is_interpreted(made) else ""
+        return made, f"{_described(made)}: as requested{slowly}"
+
+    def _best(self, phase: Phase) -> tuple[AttentionBackend, str]:
+        if self._store.device.type == "cpu":
+            if cpu.library() is not None:
+                made = self._make("native", phase)
+                return made, _described(made)
+            return self._make("cpu", phase), f"cpu: {cpu.MISSING}, which makes decoding slower"
+        refused = ""
+        for name in _PREFERRED[phase]:
+            try:
+                made = self._make(name, phase)
+                return made, f"{_described(made)}: it passed its trial{refused}"
+            except Unusable as error:
+                refused += f"; not {name}: {error}"
+        return self._make("torch", phase), f"torch, which is slow{refused}"
+
+    def _make(self, name: str, phase: Phase) -> AttentionBackend:
+        """Return the backend ``name``; :class:`Unusable` if it cannot run or fails its trial."""
+        if name not in self._made:
+            self._made[name] = BACKENDS[name](self._store)
+        made = self._made[name]
+        if name in _TRIED and (fault := find_fault(made, self._store, self._calls, phase == "prefill")) is not None:
+            raise Unusable(fault)
+        return made
+
+
+def _described(backend: AttentionBackend) -> str:
+    library = cpu.library() if backend.name == "native" else None
+    return backend.name if library is None else f"{backend.name} for {library.variant}"
+
+
+def _is_interpreted(backend: AttentionBackend) -> bool:
+    return backend.name == "triton" and triton_kernels.INTERPRETED

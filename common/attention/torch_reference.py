@@ -37,7 +37,7 @@ def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, star
 class TorchReference:
     """The reference implementation as a backend."""
 
-    name = "torch_ref"
+    name = "torch"
 
     def __init__(self, store: KvStorage) -> None:
         self.store = store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from common.config.options import (
     CPUS,
@@ -18,6 +18,7 @@ from common.core.errors import StartError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
+Attention = Literal["auto", "native", "cpu", "torch", "triton", "flash"]
 KvTransport = Literal["auto", "shm", "zmq", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 
@@ -38,6 +39,27 @@ class EngineOptions:
         "int8 stores the weights of linear layers in 8 bits; must be the same on all workers",
         one_of("none", "int8"),
         "model",
+    )
+    attention: Attention = option(
+        "auto",
+        "attention backend: native (kernels in C) or cpu (torch) on CPUs, triton or flash (flash-attn) on GPUs, "
+        "torch (a slow reference), or auto (the best one that works)",
+        one_of(*get_args(Attention)),
+        "model",
+    )
+    prefill_attention: Attention | None = option(
+        None,
+        "attention backend for prompts",
+        one_of(*get_args(Attention)),
+        "model",
+        shown_default="that of --attention",
+    )
+    decode_attention: Attention | None = option(
+        None,
+        "attention backend for single tokens",
+        one_of(*get_args(Attention)),
+        "model",
+        shown_default="that of --attention",
     )
     kv_cache_memory: int | None = option(
         None,

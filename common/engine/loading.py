@@ -10,14 +10,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from common.attention.interface import AttentionBackend
-from common.attention.registry import select_backend
+from common.attention.registry import AUTO, Wanted, select_backend
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.engine.device_steps import DeviceSteps
 from common.engine.gpu_memory import measure_use
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
-from common.kernels import cpu
 from common.kv.budget import Budget, fit, human_bytes
 from common.kv.gpu_budget import Share, most_for_kv, plan_pool
 from common.kv.layout import KvDtype, KvLayout
@@ -49,7 +47,7 @@ def load_engine(
     batch_hint: int,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
-    attention: str | None = None,
+    attention: Wanted = AUTO,
     quantization: Literal["none", "int8"] = "none",
 ) -> ModelEngine:
     """Load, check and prepare a model on ``machine`` (default: the CPU); StartError, in words, if it cannot be served
@@ -100,7 +98,7 @@ def load_engine(
     assert plan is not None
     engine = make(plan.blocks, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
-    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(engine.backend), *notes]
+    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *notes]
     engine.notes += _layer_notes(model, fused, bool(fused) and engine.shorten(seen.tokens), packed, batch_hint, int8)
     memory.keep_freed_memory()
     engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
@@ -136,19 +134,22 @@ def _make_engine(
     layout: KvLayout,
     machine: Device,
     where: torch.device,
-    attention: str | None,
+    attention: Wanted,
     fingerprint: str,
     blocks: int,
     max_model_len: int,
 ) -> ModelEngine:
-    """Return an engine with a pool of ``blocks`` blocks. The model attends through the engine that was made last."""
+    """Return an engine with a pool of ``blocks`` blocks, whose notes say how it attends. The model attends through the
+    engine that was made last."""
     store = _make_store(layout, blocks, machine, where)
-    backend = select_backend(where.type, store, attention)  # type: ignore[arg-type]
+    chosen = select_backend(store, attention, seen.calls)
     steps = None
     if machine.gpu is not None:
         embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
         steps = DeviceSteps(where, embedding.weight.shape[0], seen.logits.shape[1])
-    return ModelEngine(model, store, backend, fingerprint, checkpoint.vocab_size, max_model_len, steps)
+    engine = ModelEngine(model, store, chosen.backend, fingerprint, checkpoint.vocab_size, max_model_len, steps)
+    engine.notes = list(chosen.notes)
+    return engine
 
 
 def _make_store(layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
@@ -178,13 +179,6 @@ def _layer_notes(
         yield f"{packed} linear layers packed {how}"
     if int8:
         yield "linear layers quantized to int8: half the memory of bfloat16, slightly different results"
-
-
-def _kernels_note(backend: AttentionBackend) -> str:
-    """Return a note on which attention backend runs, and for which instruction set."""
-    if (library := cpu.library()) is None:
-        return f"attention {backend.name}: {cpu.MISSING}, which makes decoding slower"
-    return f"attention {backend.name}" + (f" for {library.variant}" if backend.name == "native" else "")
 
 
 def _fingerprint(checkpoint: Checkpoint, weights: str, rotary: str, quantization: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.attention.interface import ATTENTION, Params, bind
+from common.attention.interface import ATTENTION, LayerCall, Params, bind
 from common.attention.torch_reference import attend_one
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
@@ -32,23 +32,26 @@ QUANTISED_TOLERANCE = 0.25
 
 @dataclass
 class Recorder:
-    """Dense attention over one sequence. Records (layer, KV shape, parameters) of each call in ``calls``."""
+    """Dense attention over one sequence. Records (layer, KV shape, heads and parameters) of each call in ``calls``."""
 
-    calls: list[tuple[int, LayerLayout, Params]] = field(default_factory=list)
+    calls: list[tuple[int, LayerLayout, LayerCall]] = field(default_factory=list)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
-        self.calls.append((layer, LayerLayout(key.shape[1], key.shape[2], value.shape[2]), params))
+        shape = LayerLayout(key.shape[1], key.shape[2], value.shape[2])
+        self.calls.append((layer, shape, LayerCall(query.shape[1], params)))
         return attend_one(query, key, value, 0, params).to(query.dtype)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of :func:`probe`. ``layers``: the model's KV shapes. ``tokens``: the 32 ids that were run. ``logits``
-    [32, vocab], in the model's dtype: their logits with eager attention, which our attention must reproduce."""
+    """Result of :func:`probe`. ``layers``: the model's KV shapes. ``calls``: how it calls each layer's attention.
+    ``tokens``: the 32 ids that were run. ``logits`` [32, vocab], in the model's dtype: their logits with eager
+    attention, which our attention must reproduce."""
 
     layers: tuple[LayerLayout, ...]
+    calls: tuple[LayerCall, ...]
     tokens: list[int]
     logits: torch.Tensor
 
@@ -84,7 +87,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
         raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
     layers = _layers(checkpoint, recorder)
     require_equal(checkpoint, ours, eager, "with our attention")
-    return Probe(layers, tokens, eager)
+    return Probe(layers, tuple(call for _, _, call in recorder.calls), tokens, eager)
 
 
 def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -106,8 +109,8 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
     if config.get("attention_chunk_size"):
         raise _unfit(checkpoint, "it attends in chunks, which is not supported")
     kinds = config.get("layer_types") or ()
-    for (layer, _, params), kind in zip(recorder.calls, kinds, strict=False):
-        if kind == "sliding_attention" and params.window is None:
+    for (layer, _, call), kind in zip(recorder.calls, kinds, strict=False):
+        if kind == "sliding_attention" and call.params.window is None:
             raise _unfit(checkpoint, f"layer {layer} has a sliding window that it does not pass to attention")
     return tuple(layout for _, layout, _ in recorder.calls)
 

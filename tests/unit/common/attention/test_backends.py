@@ -14,7 +14,7 @@ from common.attention import cpu
 from common.attention.cpu import CpuAttention
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.native import NativeAttention
-from common.attention.registry import select_backend
+from common.attention.registry import Wanted, select_backend
 from common.attention.torch_reference import TorchReference, attend_one
 from common.core.errors import StartError
 from common.kernels import cpu as native
@@ -340,18 +340,18 @@ def test_the_oracle_is_causal_attention() -> None:
 
 def test_an_unknown_backend_is_refused_in_words(make_store: MakeStore) -> None:
     store = make_store(LayerLayout(1, 8, 8), 2)
-    assert select_backend("cpu", store).name == ("native" if VARIANTS else "cpu")
-    assert select_backend("cpu", store, "torch_ref").name == "torch_ref"
+    assert select_backend(store).backend.name == ("native" if VARIANTS else "cpu")
+    assert select_backend(store, Wanted("torch")).backend.name == "torch"
     with pytest.raises(StartError, match="no attention backend"):
-        select_backend("cpu", store, "warp")
+        select_backend(store, Wanted("warp"))
 
 
 def test_without_compiled_kernels_torch_attends(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(LayerLayout(1, 8, 8), 2)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert select_backend("cpu", store).name == "cpu"
+    assert select_backend(store).backend.name == "cpu"
     with pytest.raises(StartError, match="not compiled"):
-        select_backend("cpu", store, "native")
+        select_backend(store, Wanted("native"))
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -1,0 +1,74 @@
+"""A trial of an attention backend against the reference, with a model's own shapes, before it serves.
+
+A backend that comes from another package, or is compiled for the device at hand, is used only if it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from common.attention.interface import AttentionBackend, LayerCall, Span
+from common.attention.torch_reference import TorchReference
+from common.kv.storage.interface import KvStorage
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Largest accepted error of an output, relative to the largest output, by the pool's element type."""
+
+
+@torch.inference_mode()
+def find_fault(backend: AttentionBackend, store: KvStorage, calls: Sequence[LayerCall], prefill: bool) -> str | None:
+    """Compare ``backend`` with the reference, over random blocks of ``store`` and all distinct layers of ``calls``, on
+    chunks of prompts if ``prefill``, else on single rows. Return what is wrong, in words; None if nothing is. Only
+    before serving: it overwrites the pool's last blocks and zeroes them."""
+    spans = _spans(store, prefill)
+    blocks = sorted({block for span in spans for block in span.blocks})
+    if not blocks:
+        return "the KV pool is too small for its trial"
+    if not calls:
+        return "it cannot be tried, since how the model calls it is not known"
+    oracle = TorchReference(store)
+    noise = torch.Generator().manual_seed(0)
+    try:
+        for layer, call in _distinct(store, calls):
+            for part in (store.k(layer), store.v(layer)):
+                part[blocks] = torch.randn(part[blocks].shape, generator=noise).to(part)
+            rows = spans[-1].row + spans[-1].length
+            shape = (rows, call.heads, store.layout.layers[layer].k_dim)
+            query = torch.randn(shape, generator=noise).to(store.k(layer))
+            expected = oracle.attend(oracle.plan(spans), layer, query, call.params).float()
+            got = backend.attend(backend.plan(spans), layer, query, call.params).float()
+            off = float((got - expected).abs().max() / expected.abs().max())
+            if not off <= TOLERANCE[store.dtype]:
+                return f"its trial gives wrong numbers (off by {off:.2g} in layer {layer})"
+    except Exception as error:  # another package's code may raise anything
+        return f"its trial fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        store.clear(blocks)
+    return None
+
+
+def _spans(store: KvStorage, prefill: bool) -> list[Span]:
+    """Return spans next to block boundaries, as far as the pool has room: chunks of a prompt, or single rows."""
+    size = store.layout.block_size
+    shapes = [(0, 7), (size + 3, 21), (size - 1, 2)] if prefill else [(2 * size + 5, 1), (0, 1), (size, 1)]
+    spans: list[Span] = []
+    free, row = list(range(store.blocks)), 0
+    for start, length in shapes:
+        count = -(-(start + length) // size)
+        if count <= len(free):
+            spans.append(Span(row, length, start, [free.pop() for _ in range(count)]))
+            row += length
+    return spans
+
+
+def _distinct(store: KvStorage, calls: Sequence[LayerCall]) -> Iterable[tuple[int, LayerCall]]:
+    """Yield one layer of each kind. Layers whose sinks alone differ are of one kind."""
+    seen = set()
+    for layer, (shape, call) in enumerate(zip(store.layout.layers, calls, strict=True)):
+        params = call.params
+        kind = (shape, call.heads, params.scaling, params.window, params.softcap, params.sinks is None)
+        if kind not in seen:
+            seen.add(kind)
+            yield layer, call
