@@ -1,0 +1,47 @@
+"""The Triton backend serves whole systems on a CPU, in Triton's interpreter: every token is right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.system import Process, System
+from tests.e2e.test_tokens import ONE_ONE, check, prompt_of
+from tests.reference import Reference
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
+LENGTHS = (5, 52)
+"""The longer one exceeds the windows of Gemma 2 and gpt-oss."""
+SLOW = ("--max-num-seqs", "2", "--max-model-len", "256", "--failure-timeout", "60")
+"""For steps that take seconds on a busy machine."""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss"])
+async def test_every_token_is_right(
+    kind: str,
+    checkpoint: Callable[[str], Path],
+    oracle: Callable[[str], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Grouped heads, softcap and windows, sinks; prompts on prefill, tokens after a hand-off on decode."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(Process, "spawner", None)  # a forked worker would have imported triton before
+    flags = (*ONE_ONE, "--attention", "triton", "--local-prefill", "never", *SLOW)
+    fields = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "logprobs": 0}
+    with System.up(tmp_path, checkpoint(kind), *flags) as system:
+        async with system.client() as client:
+            answers = await asyncio.gather(*(client.complete(prompt_of(length, 90), **fields) for length in LENGTHS))
+        assert "triton: as requested, in Triton's interpreter" in system.process.text
+    for answer in answers:
+        assert answer.path == "disagg"
+        check(oracle(kind), answer, fields, f"{len(answer.prompt)} tokens")

@@ -1,0 +1,226 @@
+"""Compile the kernels as they are launched, for GPUs that are not here: ``python -m tests.triton.aot [--sample]``.
+
+The host functions run on tensors without memory, and their launches are recorded; each is then compiled for sm_80,
+sm_90 and sm_100. Nothing may spill (a stack of 0 bytes), shared memory must be within 227 KiB, and prefill in 16 bits
+must use Hopper's matrix instructions. Must not run with TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from common.kernels.triton import INTERPRETED, canonical, decode, prefill, store
+from common.kernels.triton.spans import DecodeRows, PrefillSpans
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+SHARED_LIMIT = 227 << 10
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Model(NamedTuple):
+    """The attention of one layer, as the kernels get it."""
+
+    name: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    scaling: float = 0.1
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return empty(self.heads, dtype=self.dtype) if self.has_sinks else None
+
+    def pool(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of one layer of a pool with 32 layers and more than 2**31 elements."""
+        parts = []
+        for dim in (self.k_dim, self.v_dim):
+            row = self.kv_heads * dim
+            block = 64 * self.size * row
+            whole = empty(-(-(1 << 33) // block), block, dtype=self.dtype)
+            parts.append(whole[:, : self.size * row].unflatten(1, (self.size, self.kv_heads, dim)))
+        return parts[0], parts[1]
+
+
+MODELS = (
+    Model("8B", BFLOAT16, 32, 8, 128, 128),
+    Model("8B, float16", FLOAT16, 32, 8, 128, 128, size=64),
+    Model("8B, float32", FLOAT32, 32, 8, 128, 128),
+    Model("Gemma 2", BFLOAT16, 16, 8, 256, 256, window=4096, softcap=50.0),
+    Model("gpt-oss", BFLOAT16, 64, 8, 64, 64, window=128, has_sinks=True),
+    Model("DeepSeek", BFLOAT16, 128, 128, 192, 128),
+    Model("one KV head", BFLOAT16, 71, 1, 64, 64, size=256),
+    Model("odd heads", BFLOAT16, 20, 4, 80, 96),
+)
+FEW = ("8B", "8B, float32", "Gemma 2")
+"""Models of the sample, of which the first is compiled for every GPU, the others for sm_90."""
+
+
+class Launch(NamedTuple):
+    """One recorded launch: the kernel, its arguments by name, and how it is to be compiled."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Compiled(NamedTuple):
+    """What the compiler made of one launch."""
+
+    stack: int
+    registers: int
+    shared: int
+    has_hgmma: bool
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@contextmanager
+def recorded(module: Any, launches: list[Launch]) -> Iterator[None]:
+    """Record the launches of the kernels of ``module`` in place of running them."""
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def record(*arguments: Any, **named: Any) -> None:
+                options = {key: named.pop(key) for key in OPTIONS if key in named}
+                names = [name for name in self.kernel.arg_names if name not in named]
+                launches.append(Launch(self.kernel, dict(zip(names, arguments, strict=True)) | named, options))
+
+            return record
+
+    kernels = {name: each for name, each in vars(module).items() if isinstance(each, triton.JITFunction)}
+    for name, kernel in kernels.items():
+        setattr(module, name, Recorder(kernel))
+    try:
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+def launches_of(model: Model, capability: int) -> list[Launch]:
+    """Return the launches of one layer: decode of few rows and of many, prefill, writes and transfers."""
+    made: list[Launch] = []
+    prefill.capability_of = lambda device: capability // 10  # type: ignore[assignment]
+    keys, values = model.pool()
+    rows = 256
+    query = empty(rows, model.heads, model.k_dim, dtype=model.dtype)
+    out = empty(rows, model.heads, model.v_dim, dtype=model.dtype)
+    ints = empty(rows, dtype=torch.int32)
+    with recorded(decode, made):
+        part = DecodeRows(ints, ints, empty(512, rows, dtype=torch.int32))
+        scratch = (empty(1 << 20, dtype=FLOAT32), empty(1 << 16, dtype=FLOAT32))
+        for splits in (8, 1):
+            decode.attend_decode(query, keys, values, out, part, splits, scratch, model)
+    with recorded(prefill, made):
+        for longest in (8, rows):
+            spans = PrefillSpans(ints, ints, ints, part.tables, rows, longest)
+            prefill.attend_prefill(query, keys, values, out, spans, model)
+    with recorded(store, made):
+        slots = (empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64))
+        key = empty(rows, model.kv_heads, model.k_dim, dtype=model.dtype)
+        value = empty(rows, model.kv_heads, model.v_dim, dtype=model.dtype)
+        store.write(key, value, keys, values, slots)
+        angles = (empty(rows, model.k_dim // 2 * 2, dtype=model.dtype),) * 2
+        store.rotate_write(query, key, value, angles, keys, values, slots)
+    with recorded(canonical, made):
+        units = (empty(1 << 12, 1 << 20, dtype=torch.int64), empty(1 << 24, dtype=torch.int64))
+        for gather in (True, False):
+            canonical.copy(*units, ints, empty(64, 5, dtype=torch.int64), range(5, 500), model.size, gather)
+    return made
+
+
+def compiled(launch: Launch, capability: int) -> Compiled:
+    """Compile one launch, with arguments specialised as by the launcher: ones are constants, and multiples of 16 are
+    known to be."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    multiples: dict[tuple[int, ...], Any] = {}
+    is_constant = {each.name: each.is_constexpr for each in launch.kernel.params}
+    for index, name in enumerate(launch.kernel.arg_names):
+        given = launch.arguments[name]
+        if is_constant[name] or (isinstance(given, int) and given == 1):
+            signature[name], constants[name] = "constexpr", given
+        elif isinstance(given, torch.Tensor):
+            signature[name], multiples[index,] = POINTERS[given.dtype], [["tt.divisibility", 16]]
+        elif isinstance(given, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(1 << 31) <= given < 1 << 31 else "i64"
+            if given % 16 == 0:
+                multiples[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=multiples)
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _said_by("cuobjdump", "-res-usage", file.name)
+        code = _said_by("nvdisasm", file.name) if capability == 90 else ""
+    stack, registers = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("STACK", "REG"))  # type: ignore[index]
+    return Compiled(stack, registers, made.metadata.shared, "HGMMA" in code)
+
+
+def _said_by(tool: str, *words: str) -> str:
+    return subprocess.run([TOOLS / tool, *words], capture_output=True, text=True, check=True).stdout
+
+
+def faults(model: Model, launch: Launch, capability: int, found: Compiled) -> Iterator[str]:
+    if found.stack:
+        yield f"spills: its stack has {found.stack} bytes"
+    if found.shared > SHARED_LIMIT:
+        yield f"needs {found.shared} bytes of shared memory"
+    if capability == 90 and launch.kernel.__name__ == "prefill" and model.dtype != FLOAT32 and not found.has_hgmma:
+        yield "uses no HGMMA"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--models", nargs="*", default=[])
+    options = parser.parse_args()
+    assert not INTERPRETED, "interpreted kernels cannot be compiled"
+    print(f"triton {triton.__version__}")
+    count = wrong = 0
+    for model in MODELS:
+        if model.name not in (options.models or (FEW if options.sample else [each.name for each in MODELS])):
+            continue
+        for capability in (80, 90, 100) if not options.sample or model.name == FEW[0] else (90,):
+            unlike = {f"{each.kernel.__name__} {each.arguments}": each for each in launches_of(model, capability)}
+            for launch in unlike.values():
+                found = compiled(launch, capability)
+                bad = list(faults(model, launch, capability, found))
+                print(f"{model.name:12} {launch.kernel.__name__:17} sm_{capability}", *found, *bad, flush=True)
+                count, wrong = count + 1, wrong + bool(bad)
+    print(f"{count} kernels compiled, {wrong} wrong")
+    return 1 if wrong or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Run the grid, or a share of it: ``TRITON_INTERPRET=1 python -m tests.triton.grid [--sample] [--share I/N]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from common.attention.interface import AttentionBackend
+from common.attention.triton import TritonAttention
+from common.kernels.triton import blocks, decode
+from common.kv.storage.interface import KvStorage
+from tests.triton.cases import error_of, grid, sampled
+
+LEAST_SPLIT = 64
+"""Fewer positions than in use, so that short sequences have several splits."""
+
+
+def make(store: KvStorage, splits: int) -> AttentionBackend:
+    return TritonAttention(store, splits)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--share", default="0/1")
+    options = parser.parse_args()
+    share, shares = map(int, options.share.split("/"))
+    torch.set_num_threads(1)
+    decode.LEAST_SPLIT, blocks.few_tiles = LEAST_SPLIT, False
+    cases = (sampled() if options.sample else grid())[share::shares]
+    wrong = 0
+    for case in cases:
+        if not (error := error_of(case, make)) <= 1:
+            print(f"{case}: {error:.3g} times the tolerance")
+            wrong += 1
+    print(f"{len(cases)} cases, {wrong} wrong")
+    return 1 if wrong or not cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The Triton kernels: right in the interpreter, wrong with a planted fault, and absent from a CPU worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.pace import scaled
+
+ROOT = Path(__file__).parents[4]
+SHARES = 2
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+def run(*words: str, seconds: float = 150, **environment: str) -> str:
+    """Run ``python WORDS`` and return its output; AssertionError with it unless the program succeeds."""
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=scaled(seconds), cwd=ROOT, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
+def test_a_sample_of_the_grid_equals_the_reference(share: int) -> None:
+    said = run("-m", "tests.triton.grid", "--sample", "--share", f"{share}/{SHARES}", TRITON_INTERPRET="1")
+    assert said.endswith(" 0 wrong\n")
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", range(8))
+def test_the_whole_grid_equals_the_reference(share: int) -> None:
+    run("-m", "tests.triton.grid", "--share", f"{share}/8", seconds=1700, TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+def test_planted_faults_are_caught() -> None:
+    said = run("-m", "tests.triton.mutants", TRITON_INTERPRET="1")
+    assert said.count("caught: ") >= 8
+
+
+ON_A_CPU = """
+import sys
+sys.modules["triton"] = None  # an import of it fails, as where it is not installed
+from common import builtin
+from common.checkpoint.files import open_checkpoint
+from common.core.sequence import Batch, Segment
+from common.engine.loading import load_engine
+from common.engine.runner import sequence_of
+import deploy.worker, prefill.role, decode.role
+engine = load_engine(
+    open_checkpoint(str(builtin.path())), num_kv_blocks=64, max_batched_tokens=64, max_num_seqs=4, batch_hint=4
+)
+assert engine.step(Batch((Segment(sequence_of([5, 6, 7]), 0, 3),), ([0],))).tokens[0]
+used = [name for name in sys.modules if name.startswith("common.kernels.triton.") or name == "common.attention.flash"]
+assert used == ["common.kernels.triton.spans"] * len(used), used
+"""
+
+
+def test_a_cpu_worker_needs_no_triton_and_imports_none_of_its_kernels() -> None:
+    run("-c", ON_A_CPU)
+
+
+def test_the_coordinator_imports_no_triton() -> None:
+    run("-c", "import sys, coordinator.app; assert not {'torch', 'triton'} & sys.modules.keys()")
