@@ -39,6 +39,11 @@ from tests.leaked_keys import keygen
 from tests.threads import running_threads, until_ended
 from tests.unit.parts import counted, many
 
+PATIENCE_MS = 60_000
+"""How long a message that must come may take on a machine that does much else."""
+ROUNDS = 400
+"""A turn of an I/O thread moves at least 8 KiB (libzmq's batch) of a 1 MiB frame: 128 turns at each end."""
+
 
 @pytest.fixture
 def cluster_key(tmp_path: Path) -> Path:
@@ -183,26 +188,40 @@ def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
 
 
 def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_loses_nothing() -> None:
-    """A peer sends frame after frame while the worker is in a long step."""
+    """A peer sends frame after frame while the worker is in a long step.
+
+    Whether the peer is stopped cannot be told by the time that it waits: on a busy machine the I/O threads, which have
+    a high niceness, may not run for seconds. So the same two I/O threads carry messages to a second router; the peer
+    is stopped if it cannot send while they carry ROUNDS of those, more than a frame takes turns of theirs."""
     here, there = Channels(), Channels()
     router, address = here.router("tcp://127.0.0.1:*", kv=True)
-    dealer = there.dealer(address, b"peer", to="decode")
+    second, second_address = here.router("tcp://127.0.0.1:*", kv=True)
+    dealer, beside = there.dealer(address, b"peer", to="decode"), there.dealer(second_address, b"beside", to="decode")
     dealer.setsockopt(zmq.SNDHWM, 1)  # applies to connections made from here on
     dealer.disconnect(address)
     dealer.connect(address)
+
+    def stopped() -> bool:
+        for _ in range(ROUNDS):
+            if dealer.poll(0, zmq.POLLOUT):
+                return False
+            beside.send_multipart([b"header", b""])
+            assert second.poll(PATIENCE_MS) and second.recv_multipart()[0] == b"beside"
+        return True
+
     frame, sent, most = bytes(1 << 20), 0, KV_HIGH_WATER_MESSAGES + 64
-    while sent < most and dealer.poll(1000, zmq.POLLOUT):
+    while sent < most and not stopped():
         dealer.send_multipart([b"header", frame])
         sent += 1
     assert KV_HIGH_WATER_MESSAGES <= sent < most, "the rest waits at its sender"
     for _ in range(sent):
-        assert router.poll(5000) and len(router.recv_multipart(copy=False)) == 3
+        assert router.poll(PATIENCE_MS) and len(router.recv_multipart(copy=False)) == 3
     dealer.send_multipart([b"header", bytes(MAX_FRAME_BYTES + 1)])
     with there.dealer(address, b"other", to="decode") as other:
         other.send_multipart([b"header", frame])
-        assert router.poll(5000) and router.recv_multipart()[0] == b"other"
+        assert router.poll(PATIENCE_MS) and router.recv_multipart()[0] == b"other"
         assert not router.poll(100), "what no frame can be is not read at all"
-    for socket in (router, dealer):
+    for socket in (router, dealer, second, beside):
         socket.close(linger=0)
     here.close()
     there.close()
