@@ -204,8 +204,8 @@ def _not_ready(services: Services) -> str | None:
         return None
     if not registry.ready("decode"):
         return "No decode worker is ready."
-    asked_without = wanted["decode"] > 0 and not wanted["prefill"] and config.no_prefill_policy == "local"
-    if config.local_prefill != "always" and not asked_without and not registry.ready("prefill"):
+    needs_prefill = config.local_prefill != "always" and config.no_prefill_policy != "local"
+    if needs_prefill and not registry.ready("prefill"):
         return "No prefill worker is ready."
     return None
 

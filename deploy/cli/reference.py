@@ -202,7 +202,7 @@ ERROR_HELP = {
     "no_*_workers": "No worker of this role is ready.",
     "no_chat_template": "The model has no chat template; use `/v1/completions` or `--chat-template`.",
     "not_found": "There is no such path, or no such worker.",
-    "not_ready": "A pool that was asked for has no worker yet.",
+    "not_ready": "`/ready` only: a request could not be served now, or a configured worker has not joined yet.",
     "request_quarantined": "Two workers died while they served this request; it is not tried again.",
     "request_timeout": "408: the body did not arrive in `--client-timeout`. 504: `--request-timeout` passed.",
     "request_too_large": "The body is larger than `--max-body-bytes`.",

@@ -7,6 +7,7 @@ import functools
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -82,6 +83,32 @@ async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
         assert "1 of 2 decode" in (await cluster.get("/ready"))[1]["error"]["message"]
         await cluster.add("decode")
         assert (await cluster.get("/ready"))[0].status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({}, 200),
+        ({"local_prefill": "never"}, 200),
+        ({"no_prefill_policy": "wait", "request_timeout": 0.5}, 503),
+        ({"no_prefill_policy": "reject"}, 503),
+        ({"no_prefill_policy": "reject", "local_prefill": "always"}, 200),
+    ],
+)
+async def test_ready_without_a_prefill_worker_follows_the_policy(
+    model: Path, options: dict[str, Any], status: int
+) -> None:
+    """/ready answers 200 exactly where a request is served: one is sent for comparison."""
+    async with open_cluster(model, "prefill", "decode", expect_prefill=1, expect_decode=1, **options) as cluster:
+        assert (await cluster.get("/ready"))[0].status == 200
+        cluster.workers[0].stop()
+        await until(lambda: not cluster.services.registry.ready("prefill"), "the coordinator notices")
+        response, body = await cluster.get("/ready")
+        assert response.status == status, body
+        served, answer = await cluster.post(CHAT, {**HELLO, "max_tokens": 4})
+        assert (served.status == 200) == (status == 200), answer
+        if status == 200:
+            assert served.headers["x-tandem-path"] == "local"
 
 
 async def test_workers_as_they_see_themselves(cluster: Cluster) -> None:
