@@ -34,6 +34,10 @@ _STATEFUL = (
     "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "xlstm", "minimax",
 )  # fmt: skip
 """Prefixes of model types whose layers have a state besides keys and values."""
+_QUANTIZED = {"gptq": "GPTQ", "awq": "AWQ", "fbgemm_fp8": "fp8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
+"""Names of quantization methods where they are not written as in ``quant_method``."""
+_NO_GGUF = "Tandem does not read GGUF files", "use the model's unquantized checkpoint in safetensors format"
+_DECODERS = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
 
 
 @dataclass(frozen=True)
@@ -125,11 +129,13 @@ class Checkpoint:
 def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
     """Open the checkpoint in a local directory or of a hub id; raises StartError if it cannot be read or served."""
     directory = Path(model).expanduser()
-    path = directory if directory.is_dir() else _download(model, revision)
-    config = _read_json(path / "config.json")
-    if config is None:
-        todo = "give the directory of a transformers checkpoint"
-        raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
+    path = directory
+    if not directory.is_dir():
+        _check_hub_id(model, directory)
+        first = _download(model, revision, ("config.json",))  # small: tells whether the weights are worth a download
+        refuse_unsupported(model, _read_config(model, first), trust_remote_code)
+        path = _download(model, revision, HUB_FILES)
+    config = _read_config(model, path)
     refuse_unsupported(model, config, trust_remote_code)
     weights = _weight_files(model, path)
     return Checkpoint(
@@ -144,21 +150,36 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
 
 
 def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """Raise StartError unless ``config`` is of a decoder-only causal language model that transformers supports."""
+    """Raise StartError unless ``config`` is of a decoder-only causal language model that transformers supports, with
+    weights that are not quantized."""
     kind = str(config.get("model_type", ""))
     architecture = str((config.get("architectures") or [""])[0])
-    why = None
-    if config.get("is_encoder_decoder"):
+    why, todo = None, _DECODERS
+    if method := _quantization(config):
+        why = f"Tandem does not read {method} checkpoints"
+        todo = "use an unquantized one, with --quantization int8 if memory is short"
+    elif config.get("is_encoder_decoder"):
         why = f"{architecture or kind} is an encoder-decoder model"
     elif kind.startswith(_STATEFUL) or "linear_attention" in (config.get("layer_types") or ()):
         why = f"{architecture or kind} has layers with a recurrent state, not only attention"
     elif "auto_map" in config and not trust_remote_code and not _known(architecture):
-        why = f"{architecture or kind} needs code from the checkpoint, and --trust-remote-code is not given"
+        why = f"{architecture or kind} needs Python code that comes with the checkpoint"
+        todo = "give --trust-remote-code if you trust this code: it will run on this machine"
     elif not trust_remote_code and not _known(architecture):
         why = f"{architecture or kind or 'its architecture'} is not a decoder-only language model in transformers"
     if why:
-        todo = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
         raise StartError(f"cannot serve {model}", why, todo)
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    """Return the name of the method by which the weights are quantized, None if they are not."""
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    found = config.get("quantization_config") or config.get("compression_config") or nested
+    if not found:
+        return None
+    method = str(found.get("quant_method") or "quantized") if isinstance(found, dict) else "quantized"
+    return _QUANTIZED.get(method, method)
 
 
 def _known(architecture: str) -> bool:
@@ -179,18 +200,27 @@ def _known(architecture: str) -> bool:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _download(model: str, revision: str | None) -> Path:
-    """Return the local snapshot of a hub repository, downloaded if needed; raises StartError if ``model`` is no valid
-    id or cannot be downloaded."""
+def _check_hub_id(model: str, path: Path) -> None:
+    """Raise StartError if ``model``, which is no directory (``path``), cannot be the id of a hub repository."""
+    if model.lower().endswith(".gguf"):
+        raise StartError(f"cannot open {model}", *_NO_GGUF)
+    if path.exists():
+        why, todo = "it is a file", "give the directory of a transformers checkpoint, or a hub id (owner/name)"
+        raise StartError(f"cannot open {model}", why, todo)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         todo = "check the path, or give a hub id (owner/name)"
         raise StartError(f"cannot open {model}", "there is no such directory", todo)
+
+
+def _download(model: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """Return the local snapshot of a hub repository with the files that match ``patterns``, downloaded if needed.
+    Raises StartError if they cannot be downloaded."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download  # here, since the import takes half a second
 
     try:
         return Path(
-            snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES), etag_timeout=HUB_TIMEOUT_S)
+            snapshot_download(model, revision=revision, allow_patterns=list(patterns), etag_timeout=HUB_TIMEOUT_S)
         )
     except Exception as error:  # its errors (offline, absent, gated, bad revision) have no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -199,6 +229,16 @@ def _download(model: str, revision: str | None) -> Path:
             f"there is no such directory, and the download from the hub failed: {reason[:200]}",
             "check the path or the hub id, the network, and HF_TOKEN for gated models",
         ) from error
+
+
+def _read_config(model: str, path: Path) -> dict[str, Any]:
+    """Return the content of config.json in the directory ``path``. Raises StartError if there is none."""
+    if (config := _read_json(path / "config.json")) is not None:
+        return config
+    if any(path.glob("*.gguf")):
+        raise StartError(f"cannot serve {model}", *_NO_GGUF)
+    todo = "give the directory of a transformers checkpoint"
+    raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

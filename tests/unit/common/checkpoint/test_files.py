@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.files import Checkpoint, open_checkpoint, refuse_unsupported
+from common.checkpoint.files import HUB_FILES, Checkpoint, open_checkpoint, refuse_unsupported
 from common.core.errors import StartError
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout, LayerLayout
@@ -108,7 +108,7 @@ def test_unsupported_architectures_are_refused(kind: str, word: str, checkpoint:
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a decoder-only"),
         (
             {"model_type": "made_up", "architectures": ["Mine"], "auto_map": {"AutoModel": "x.Y"}},
-            "is not given",
+            "needs Python code",
         ),
         ({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}, "recurrent state"),
         ({}, "not a decoder-only"),
@@ -118,6 +118,80 @@ def test_refusals_say_why(config: dict[str, object], word: str) -> None:
     with pytest.raises(StartError) as caught:
         refuse_unsupported("it", config)
     assert word in caught.value.why
+
+
+def test_code_of_a_checkpoint_is_refused_with_the_flag_that_allows_it() -> None:
+    config = {"model_type": "made_up", "architectures": ["Mine"], "auto_map": {"AutoModel": "x.Y"}}
+    with pytest.raises(StartError) as caught:
+        refuse_unsupported("it", config)
+    assert "--trust-remote-code" in caught.value.todo
+    refuse_unsupported("it", config, trust_remote_code=True)
+
+
+QUANTIZED = [
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ"),
+    ({"quantization_config": {"quant_method": "awq"}}, "AWQ"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"text_config": {"quantization_config": {"quant_method": "gptq"}, "vocab_size": 512}}, "GPTQ"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), QUANTIZED)
+def test_quantized_checkpoints_are_refused_before_their_weights_are_read(
+    copy: Path, fields: dict[str, object], name: str
+) -> None:
+    change_config(copy, **fields)
+    (copy / "model.safetensors").unlink()
+    said = reason(copy)
+    assert f"Tandem does not read {name} checkpoints" in said and "--quantization int8" in said
+
+
+def test_an_empty_quantization_config_is_none(copy: Path) -> None:
+    change_config(copy, quantization_config=None)
+    assert open_checkpoint(str(copy)).architecture == "LlamaForCausalLM"
+
+
+@pytest.fixture
+def hub(copy: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """A hub whose only model is ``copy``; the list gets the file patterns of each download."""
+    asked = list[tuple[str, ...]]()
+
+    def snapshot_download(model: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(tuple(allow_patterns))
+        return str(copy)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return asked
+
+
+def test_weights_of_a_refused_hub_model_are_not_downloaded(copy: Path, hub: list[tuple[str, ...]]) -> None:
+    assert open_checkpoint("owner/name").path == copy
+    assert hub == [("config.json",), HUB_FILES]
+    hub.clear()
+    change_config(copy, quantization_config={"quant_method": "gptq"})
+    assert "GPTQ" in reason("owner/name")
+    assert hub == [("config.json",)]
+
+
+def test_a_file_is_refused_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[tuple[str, ...]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, why in (
+        ("README.md", "it is a file"),
+        ("model.safetensors", "it is a file"),
+        ("x.gguf", "Tandem does not read GGUF files"),
+    ):
+        (tmp_path / name).write_text("")
+        assert why in reason(name)
+        assert why in reason(tmp_path / name)
+    assert "GGUF" in reason("absent.gguf")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.gguf").touch()
+    assert "GGUF" in reason("folder")
+    assert not hub
 
 
 def test_opening_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:

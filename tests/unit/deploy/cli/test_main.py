@@ -108,6 +108,16 @@ def test_an_unsupported_architecture(command: str, encoder_decoder: Path) -> Non
     assert time.monotonic() - started < LIMIT_S
 
 
+@pytest.mark.parametrize("command", ["up", "coordinator", "prefill", "decode"])
+def test_a_quantized_checkpoint(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything heavy is imported, also by a worker that is started alone."""
+    config = json.loads((fake_checkpoint(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    assert cli.main([command, str(tmp_path)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and "Tandem does not read AWQ checkpoints" in lines[1], lines
+
+
 @pytest.mark.parametrize("command", ["up", "coordinator"])
 def test_a_model_without_a_tokenizer(command: str, tmp_path: Path) -> None:
     (fake_checkpoint(tmp_path) / "tokenizer.json").unlink()
