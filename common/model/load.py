@@ -51,12 +51,7 @@ def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None =
 
 def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = False) -> nn.Module:
     """Return the model in ``dtype``, in evaluation mode, calling our attention; StartError if it cannot be loaded."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.AttentionInterface.register(ATTENTION, from_transformers)
-    auto: Any = transformers.AutoModelForCausalLM
+    auto = quiet_transformers().AutoModelForCausalLM
     try:
         model, info = auto.from_pretrained(
             checkpoint.path,
@@ -67,8 +62,8 @@ def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = Fal
             output_loading_info=True,
         )
     except Exception as error:  # configuration and modelling code may raise anything
-        raise _unloadable(checkpoint, error) from error
-    _check_complete(checkpoint, info)
+        raise unloadable(checkpoint, error) from error
+    check_complete(checkpoint, info)
     frozen: nn.Module = model.eval().requires_grad_(False)
     return frozen
 
@@ -76,6 +71,16 @@ def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = Fal
 def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
     """Return the bytes of all weights in ``dtype``."""
     return checkpoint.weight_bytes * DTYPES[dtype].itemsize // DTYPES[checkpoint.dtype].itemsize
+
+
+def quiet_transformers() -> Any:
+    """Return the module ``transformers``, without progress bars and warnings, and with our attention registered."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.AttentionInterface.register(ATTENTION, from_transformers)
+    return transformers
 
 
 def _check_memory(checkpoint: Checkpoint, dtype: str) -> None:
@@ -88,7 +93,8 @@ def _check_memory(checkpoint: Checkpoint, dtype: str) -> None:
         )
 
 
-def _unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
+def unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
+    """Return the error for a model that transformers could not load."""
     text = " ".join(str(error).split())
     return StartError(
         f"cannot load {checkpoint.name}",
@@ -97,7 +103,7 @@ def _unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
     )
 
 
-def _check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     """Raise StartError if weights are missing: transformers fills them with random numbers, and a model with random
     weights answers, but only nonsense."""
     missing = sorted(info.get("missing_keys") or ()) + sorted(str(key) for key in info.get("mismatched_keys") or ())
