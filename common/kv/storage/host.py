@@ -1,6 +1,7 @@
 """A paged KV pool in host memory, in an anonymous file that other processes may map read-only.
 
-The file is a sealed memfd: it disappears with its owner, even after SIGKILL, and no other process can map it writable.
+The file is a sealed memfd: it disappears with its owner, even after SIGKILL, and no other process can map it writable,
+except the other ranks of a tensor-parallel worker, which do so before it is sealed.
 The blocks are followed by one generation word per block, which a reader in another process checks before and after its
 copy. Reads and writes here use the canonical form of :mod:`common.kv.layout` and numpy only, so that a process without
 torch can hold a pool; :mod:`common.kv.storage.tensors` creates torch tensors over the same bytes.
@@ -12,7 +13,7 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -169,11 +170,27 @@ class KvMemory(BlockArray):
     ``raw`` are the bytes of the blocks, uint8 [blocks, block_bytes]; ``generations`` is uint64 [blocks].
     """
 
-    def __init__(self, layout: KvLayout, blocks: int) -> None:
+    def __init__(self, layout: KvLayout, blocks: int, before_sealing: Callable[[int], None] | None = None) -> None:
+        """``before_sealing`` is called with the file's descriptor while other ranks of this worker can still map it
+        writable (:meth:`join`)."""
         self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
         self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+        if before_sealing is not None:
+            before_sealing(self.fd)
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+
+    @classmethod
+    def join(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
+        """Map the pool of this worker's rank 0 writable, before it is sealed, and own the descriptor from here on.
+        ValueError if its size is wrong."""
+        memory = cls.__new__(cls)
+        memory.fd = fd
+        if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
+            os.close(fd)
+            raise ValueError("the pool's size does not match its layout")
+        memory._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+        return memory
 
     @classmethod
     def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
