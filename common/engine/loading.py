@@ -15,6 +15,7 @@ from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.engine.device_steps import DeviceSteps
 from common.engine.gpu_memory import measure_use
+from common.engine.parallel import Leader
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.kv.budget import Budget, fit, human_bytes
 from common.kv.gpu_budget import Share, most_for_kv, plan_pool
@@ -49,9 +50,10 @@ def load_engine(
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
     quantization: Literal["none", "int8"] = "none",
+    leader: Leader | None = None,
 ) -> ModelEngine:
     """Load, check and prepare a model on ``machine`` (default: the CPU); StartError, in words, if it cannot be served
-    here.
+    here. With ``leader`` this process is rank 0 of a tensor-parallel worker.
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode), for which oneDNN packs
     weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``
@@ -63,6 +65,8 @@ def load_engine(
     chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
     _check_quantization(quantization, machine)
+    if leader is not None:
+        leader.check(machine)
     room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share)
 
     def budget(layers: tuple[object, ...] | None, room: int) -> Budget | None:
@@ -79,22 +83,23 @@ def load_engine(
 
     budget(checkpoint.kv_layers(), room)  # raises StartError before the weights are read, which takes long
     weights = read_weights(checkpoint, chosen, progress, for_gpu=machine.gpu is not None)
-    model = load_model(checkpoint, chosen, trust_remote_code)
+    model = (load_model if leader is None else leader.load)(checkpoint, chosen, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
     where, int8 = _move(model, machine), quantization == "int8"
     seen = probe(model, checkpoint)
-    fused = fuse_layers(model, int8) if machine.gpu is None else 0
+    fused = fuse_layers(model, int8) if machine.gpu is None and leader is None else 0
     packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
-    layout = KvLayout(seen.layers, chosen, block_size)
+    layers, shards = (seen.layers, 1) if leader is None else leader.whole_layers(checkpoint, seen.layers)
+    layout = KvLayout(layers, chosen, block_size, shards)
     fingerprint = _fingerprint(checkpoint, weights, rotary, quantization)
-    make = partial(_make_engine, checkpoint, model, seen, layout, machine, where, attention, fingerprint)
+    make = partial(_make_engine, checkpoint, model, seen, layout, machine, where, attention, fingerprint, leader)
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
         rows = min(max_batched_tokens, checkpoint.max_position)
         use = measure_use(lambda: make(layout.blocks_for(rows), rows), max_batched_tokens, max_num_seqs)
         room, note = plan_pool(use, share, layout.token_bytes, max_model_len or block_size)
         notes.append(note)
-    plan = budget(seen.layers, room)
+    plan = budget(layers, room)
     assert plan is not None
     engine = make(plan.blocks, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
@@ -136,19 +141,21 @@ def _make_engine(
     where: torch.device,
     attention: Wanted,
     fingerprint: str,
+    leader: Leader | None,
     blocks: int,
     max_model_len: int,
 ) -> ModelEngine:
     """Return an engine with a pool of ``blocks`` blocks, whose notes say how it attends. The model attends through the
     engine that was made last."""
-    store = _make_store(layout, blocks, machine, where)
+    store = _make_store(layout, blocks, machine, where) if leader is None else leader.make_store(layout, blocks)
     chosen = select_backend(store, attention, seen.calls)
     steps = None
     if machine.gpu is not None:
         embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
         steps = DeviceSteps(where, embedding.weight.shape[0], seen.logits.shape[1])
-    engine = ModelEngine(model, store, chosen.backend, fingerprint, checkpoint.vocab_size, max_model_len, steps)
-    engine.notes = list(chosen.notes)
+    make = ModelEngine if leader is None else leader.make_engine
+    engine = make(model, store, chosen.backend, fingerprint, checkpoint.vocab_size, max_model_len, steps)
+    engine.notes += chosen.notes
     return engine
 
 

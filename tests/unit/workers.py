@@ -58,7 +58,7 @@ class Bench:
         self.measured: list[Measured] = []
         self.cached: list[Cached] = []
         self.goodbyes: list[Incarnation] = []
-        self.lease_ms = 60_000
+        self.lease_ms, self.failure_ms = 60_000, 2_000
         self.lost_welcomes = self.joins = self.renewed = 0
         self.beats = 0
 
@@ -99,7 +99,7 @@ class Bench:
                 if self.lost_welcomes:
                     self.lost_welcomes -= 1
                 else:
-                    send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, 2000), identity)
+                    send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, self.failure_ms), identity)
             case Heartbeat():
                 self.beats += 1
             case LeaseAck():

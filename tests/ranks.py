@@ -1,0 +1,89 @@
+"""Tensor-parallel engines whose ranks are threads of the test's process, over the sockets and memory of real ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.checkpoint.files import open_checkpoint
+from common.engine import parallel
+from common.engine.loading import load_engine
+from common.engine.runner import ModelEngine
+from common.model.collective import SharedMemoryCollective
+from common.platform.wiring import Wiring
+from deploy.ranks.channel import FollowerChannel, LeaderChannel
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "batch_hint": 16}
+_loading = threading.Lock()
+
+
+def _load_in_turn(*arguments: Any) -> Any:
+    """Load a share while no other thread does: transformers patches torch meanwhile."""
+    with _loading:
+        return _load_share(*arguments)
+
+
+_load_share = parallel.load_share
+
+
+def _close(engine: ModelEngine) -> None:
+    if engine.memory.fd >= 0:  # else the test has closed it
+        engine.close()
+
+
+@contextmanager
+def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngine]:
+    """Yield an engine of ``model`` with ``ranks`` ranks, for the duration of the block; an ordinary one for 1.
+    ``options`` are those of ``load_engine``. A rank that fails makes the block fail with its error."""
+    checkpoint, shared = open_checkpoint(str(model)), OPTIONS | options
+    own = {"max_batched_tokens": 512, "max_num_seqs": 8, "num_kv_blocks": 256}
+    own |= {name: shared.pop(name) for name in own if name in shared}
+    if ranks == 1:
+        engine = load_engine(checkpoint, **shared, **own)
+        yield engine
+        _close(engine)
+        return
+    wiring, errors = Wiring.create(ranks), list[Exception]()
+
+    def follow(rank: int, end: socket.socket) -> None:
+        try:
+            with closing(SharedMemoryCollective(rank, ranks, wiring)) as collective:
+                parallel.follow(checkpoint, collective, FollowerChannel(end), **shared)
+        except Exception as error:
+            errors.append(error)
+            for signal in wiring.signals.values():  # nobody waits for this rank any more
+                os.write(signal, (1 << 20).to_bytes(8, "little"))
+            end.close()
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "load_share", _load_in_turn)
+        stack.callback(wiring.close)
+        pairs = [socket.socketpair() for _ in range(1, ranks)]
+        threads = [
+            threading.Thread(target=follow, args=(rank, theirs), name=f"rank-{rank}")
+            for rank, (_, theirs) in enumerate(pairs, 1)
+        ]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join)
+        for ends in pairs:
+            for end in ends:
+                stack.callback(end.close)
+        try:
+            collective = stack.enter_context(closing(SharedMemoryCollective(0, ranks, wiring)))
+            leader = parallel.Leader(collective, LeaderChannel([ours for ours, _ in pairs]))
+            engine = load_engine(checkpoint, **shared, **own, leader=leader)
+            yield engine
+            _close(engine)
+        finally:
+            for ours, _ in pairs:
+                ours.shutdown(socket.SHUT_RDWR)
+            if errors:
+                raise errors[0]

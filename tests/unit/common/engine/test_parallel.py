@@ -1,0 +1,250 @@
+"""A model split among ranks computes what the whole model computes, and its KV travels between any numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.attention.interface import Span
+from common.core.errors import StartError
+from common.core.ids import BlockId, new_request_id, pack_tokens
+from common.core.request import Request
+from common.core.sequence import Batch, Segment
+from common.engine.batch import FlatStep
+from common.engine.parallel import Leader, LeadingEngine, pack, unpack
+from common.engine.runner import ModelEngine, sequence_of
+from common.kv.storage.tensors import KvStore
+from common.platform.device import Device
+from common.platform.gpu import Gpu
+from tests.models import make_model
+from tests.ranks import split_engine
+from tests.reference import Reference, greedy
+from tests.unit.workers import Bench
+
+TOLERANCE = 1e-4
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "one KV head": ("llama-untied", {"num_key_value_heads": 1}),
+    "mixtral": ("mixtral", {}),
+    "gemma3": ("gemma3", {}),
+    "phi3, which gathers": ("phi3", {}),
+    "deepseek-v3, whose attention is whole": ("deepseek-v3", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+SHARDS = {"one KV head": 1, "phi3, which gathers": 1, "deepseek-v3, whose attention is whole": 1}
+"""Shards of the pool, if not two."""
+SHORT = {*((name, 2) for name in KINDS if name not in ("mixtral", "gemma3")), ("llama", 4), ("qwen3-moe", 4)}
+"""Models and numbers of ranks in ``make test``."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return ``model(name)``: the directory of a checkpoint of ``KINDS``, written once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            kind, overrides = KINDS[name]
+            made[name] = make_model(kind, tmp_path_factory.mktemp("model"), **overrides)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes its engines after the workers that use them, if it is requested before ``bench``."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def logits_of(engine: ModelEngine) -> torch.Tensor:
+    """Return the logits of a prompt in three chunks beside another, then of a decode step of both."""
+    rng = random.Random(3)
+    one, other = ([rng.randrange(8, 512) for _ in range(length)] for length in (75, 40))
+    tables = [BlockId(block) for block in range(9, 0, -2)], [BlockId(block) for block in (2, 4, 6)]
+    rows = []
+    for first, second in (((0, 30), (0, 17)), ((30, 31), (17, 39)), ((31, 74), (39, 40))):
+        chunks = ((one, first), (other, second))
+        parts = (Segment(sequence_of(tokens[:end]), start, end - start) for tokens, (start, end) in chunks)
+        rows.append(engine.logits(Batch(tuple(parts), tables)))
+    rows.append(engine.logits(Batch((Segment(sequence_of(one), 74, 1),), tables[:1])))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if (name, ranks) in SHORT else pytest.mark.whole)
+        for name in KINDS
+        for ranks in (2, 4)
+    ],
+)
+def test_logits_equal_those_of_one_process(model: Callable[[str], Path], name: str, ranks: int) -> None:
+    with split_engine(model(name), 1) as engine:
+        expected = logits_of(engine)
+    with split_engine(model(name), ranks) as engine:
+        assert isinstance(engine, LeadingEngine)
+        assert engine.layout.head_shards == SHARDS.get(name, 2)
+        worst = float((logits_of(engine) - expected).abs().max())
+    assert worst < TOLERANCE * max(1.0, float(expected.std()))
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_other_formats_are_split_too(model: Callable[[str], Path], options: dict[str, Any]) -> None:
+    """Rounding differs between one process and two; the engine itself compares logits with eager attention."""
+    with split_engine(model("llama"), 1, **options) as engine:
+        expected = logits_of(engine).float()
+    with split_engine(model("llama"), 2, **options) as engine:
+        error = (logits_of(engine).float() - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1)
+    assert float(error.median()) < 0.15
+
+
+DEGREES = [(1, 2), (2, 1), (2, 2)]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("link", ["shm", "zmq"])
+@pytest.mark.parametrize("degrees", DEGREES, ids=lambda each: f"{each[0]}x{each[1]}")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "qwen3-moe", "one KV head"])
+def test_kv_travels_between_any_numbers_of_ranks(
+    model: Callable[[str], Path], stack: ExitStack, bench: Bench, name: str, degrees: tuple[int, int], link: str
+) -> None:
+    """Prefill and decode also differ in block size. Each token is right given everything before it."""
+    reference, requests = Reference(model(name)), []
+    bench.failure_ms = 60_000  # steps are slow where the ranks' threads take turns
+    for role, ranks, block_size in zip(("prefill", "decode"), degrees, (32, 16), strict=True):
+        engine = stack.enter_context(split_engine(model(name), ranks, block_size=block_size))
+        bench.add(role, engine, kv_transport=link, max_num_batched_tokens=24)  # type: ignore[arg-type]
+    for length in (1, 33, 50):
+        prompt = [8 + (31 * at * at + length) % 500 for at in range(length)]
+        requests.append(Request(new_request_id(), pack_tokens(prompt), greedy(8)))
+        bench.place(requests[-1], "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(*requests))
+    for request in requests:
+        reference.check(request.prompt_tokens(), bench.streams[request.id, 1, 0], request.sampling)
+        assert bench.shipped(request)[0].link == link
+    assert not bench.failed
+
+
+def test_a_layer_is_announced_when_every_rank_has_written_it(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank writes each layer late. What rank 0 announces is nevertheless complete."""
+    written, late = KvStore.write, threading.Event()
+
+    def write(store: KvStore, *arguments: Any) -> None:
+        if threading.current_thread().name == "rank-1":
+            late.wait(0.05)  # nothing sets it: long enough for rank 0 to run ahead if it could
+        written(store, *arguments)
+
+    seen: list[tuple[int, bytes]] = []
+    tokens, table = [*range(8, 48)], [BlockId(each) for each in (3, 1, 2)]
+    with split_engine(model("llama"), 2) as engine:
+        monkeypatch.setattr(KvStore, "write", write)
+
+        def layer_of(layer: int) -> bytes:
+            return engine.memory.read(table, range(40), range(layer, layer + 1)).tobytes()
+
+        engine.on_layer = lambda layer: seen.append((layer, layer_of(layer)))
+        engine.step(Batch((Segment(sequence_of(tokens), 0, 40),), (table,)))
+        assert [layer for layer, _ in seen] == [0, 1, 2]
+        for layer, at_once in seen:
+            assert at_once == layer_of(layer) and any(at_once), f"layer {layer} was announced too early"
+
+
+def test_a_request_that_fails_by_itself_leaves_the_ranks_in_step(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while sampling, which only rank 0 does, fails the request and not the worker."""
+    from common.engine import runner
+
+    real, faults = runner.peaks, [RuntimeError("no numbers")]
+
+    def peaks(logits: torch.Tensor) -> list[int]:
+        if faults:
+            raise faults.pop()
+        return real(logits)
+
+    batch = Batch((Segment(sequence_of([*range(8, 28)]), 0, 20),), ([BlockId(0), BlockId(1)],))
+    with split_engine(model("llama"), 2) as engine:
+        expected = engine.step(batch)
+        monkeypatch.setattr(runner, "peaks", peaks)
+        assert engine.step(batch).errors == {0: "RuntimeError: no numbers"}
+        assert engine.step(batch).tokens == expected.tokens
+
+
+def test_an_error_inside_the_model_ends_the_worker_in_words(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch((Segment(sequence_of([*range(8, 28)]), 0, 20),), ([BlockId(0), BlockId(1)],))
+    with split_engine(model("llama"), 2) as engine:
+
+        def fails(*_: Any) -> None:
+            raise MemoryError("no memory for attention")
+
+        monkeypatch.setattr(engine._attention.backend, "attend", fails)
+        monkeypatch.setattr(engine._leader.channel, "share_step", lambda _: None)  # type: ignore[attr-defined]
+        with pytest.raises(StartError, match="rank 0 of 2 failed in a step: MemoryError: no memory for attention"):
+            engine.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "ranks", "why"),
+    [
+        ("gpt2", {}, 2, "transformers has no tensor-parallel plan for GPT2LMHeadModel"),
+        ("llama", {}, 3, "4 attention heads cannot be divided among 3 ranks"),
+        (
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
+            2,
+            "3 KV heads can neither be divided",
+        ),
+        ("qwen3-moe", {"num_experts": 3}, 2, "3 experts cannot be divided among 2 ranks"),
+        ("llama", {"intermediate_size": 97}, 2, "of 97 rows cannot be divided among 2 ranks"),
+    ],
+    ids=lambda each: str(each) if isinstance(each, str | int) else "",
+)
+def test_what_cannot_be_split_is_refused_in_words(
+    tmp_path: Path, kind: str, overrides: dict[str, Any], ranks: int, why: str
+) -> None:
+    with pytest.raises(StartError, match=why), split_engine(make_model(kind, tmp_path, **overrides), ranks):
+        pass
+
+
+def test_a_gpu_is_refused_in_words() -> None:
+    gpu = Gpu(0, "GPU-1", "some GPU", 1 << 40, 1 << 40, (9, 0))
+    machine = Device("cuda", gpu.name, (0,), has_bf16=True, has_fp16=True, free_bytes=1 << 40, gpu=gpu)
+    with pytest.raises(StartError, match="computes on some GPU, and on GPUs each rank needs a KV pool of its own"):
+        Leader(None, None).check(machine)  # type: ignore[arg-type]
+
+
+def test_a_step_arrives_as_it_was_sent() -> None:
+    spans = [Span(0, 3, 17, array("i", [5, 9])), Span(3, 1, 0, [2])]
+    columns = (array("q", numbers) for numbers in ([7, 8, 9, 1], [17, 18, 19, 0], [9, 9, 9, 2], [1, 2, 3, 0], [2, 3]))
+    step = FlatStep(*columns, spans, [0, 1])
+    data = b"".join(column.tobytes() for column in pack(step))
+    got = unpack(memoryview(data))
+    for name in ("ids", "positions", "blocks", "offsets", "kept"):
+        assert getattr(got, name) == getattr(step, name)
+    assert [(*span[:3], [*span.blocks]) for span in got.spans] == [(*span[:3], [*span.blocks]) for span in spans]
+    assert got.sampled == []
