@@ -14,10 +14,11 @@ import platform
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.worker import WorkerConfig
+from common.core.errors import StartError
 from common.core.ids import WorkerName, new_incarnation
 from common.net.hosts import host_id
 from common.net.keys import ClusterKeys
@@ -31,6 +32,7 @@ from deploy.launcher.preflight import kv_bytes
 
 if TYPE_CHECKING:
     from common.engine.runner import ModelEngine
+    from deploy.ranks.group import RankGroup
 
 log = logging.getLogger("tandem.worker")
 
@@ -62,24 +64,27 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     malloc.keep_freed()
     open_files.raise_limit()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-    worker = build(config, checkpoint, keys or config.keys_of(config.role))
-    with _borrowing(lent, others) as worker.cores:
-        gc.freeze()  # the model lives as long as the process: collections need not traverse it
-        worker.run()
+    with _ranks(config) as ranks:
+        worker = build(config, checkpoint, keys or config.keys_of(config.role), ranks)
+        with _borrowing(lent, others) as worker.cores:
+            gc.freeze()  # the model lives as long as the process: collections need not traverse it
+            worker.run()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already exiting: another SIGTERM must not change the exit code
     return 0
 
 
-def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None) -> Worker:
-    """Load the engine of ``checkpoint``, warm it up, and return a worker of the configured role, ready to run."""
+def build(
+    config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None, ranks: RankGroup | None = None
+) -> Worker:
+    """Load the engine of ``checkpoint``, warm it up, and return a worker of the configured role, ready to run.
+    ``ranks``: the other ranks of a tensor-parallel worker."""
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
     own = cores.choose(config.cores)
-    device.pin(own, config.threads or cores.own_threads(own, config.workers_on_host))
+    device.pin(*_shares(config)[0])
     threads.compute()
-    default_tokens = CPU_BATCHED_TOKENS if machine.kind == "cpu" else GPU_BATCHED_TOKENS
-    batched_tokens = max(config.max_num_batched_tokens or default_tokens, config.max_num_seqs)
-    engine = _load(config, checkpoint, batched_tokens)
+    batched_tokens = _batched_tokens(config)
+    engine = _load(config, checkpoint, batched_tokens, ranks)
     status.report("warming up")
     step_times = engine.warm_up()
     address = f"tcp://{config.coordinator}"
@@ -114,11 +119,55 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
     return worker
 
 
-def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int) -> ModelEngine:
+def _batched_tokens(config: WorkerConfig) -> int:
+    """Return the most tokens of a step."""
+    default = CPU_BATCHED_TOKENS if device.probe_cpu().kind == "cpu" else GPU_BATCHED_TOKENS
+    return max(config.max_num_batched_tokens or default, config.max_num_seqs)
+
+
+def _batch_hint(config: WorkerConfig) -> int:
+    """Return the typical number of rows of a step, for which the weights are packed."""
+    return _batched_tokens(config) if config.role == "prefill" else DECODE_ROWS_HINT
+
+
+def _shares(config: WorkerConfig) -> list[cores.Share]:
+    """Return the cores and threads of each rank."""
+    return cores.among_ranks(
+        cores.choose(config.cores), config.tensor_parallel_size, config.threads, config.workers_on_host
+    )
+
+
+@contextlib.contextmanager
+def _ranks(config: WorkerConfig) -> Iterator[RankGroup | None]:
+    """Run the other ranks of a tensor-parallel worker within the block; None without tensor parallelism."""
+    if config.tensor_parallel_size == 1:
+        yield None
+        return
+    from deploy.ranks.group import RankGroup
+
+    with RankGroup(config, _shares(config), _batch_hint(config), _end) as ranks:
+        yield ranks
+
+
+def _end(error: StartError) -> NoReturn:
+    """End this process at once, since another rank has failed, perhaps while the main thread waits for it."""
+    log.error("%s: %s; %s", error.what, error.why, error.todo)
+    status.failed(error)
+    logging.shutdown()
+    os._exit(1)
+
+
+def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int, ranks: RankGroup | None) -> ModelEngine:
     """Load the engine of ``checkpoint``. Imports torch, after all cheaper checks."""
     from common.attention.registry import Wanted
     from common.engine.loading import load_engine
 
+    leader = None
+    if ranks is not None:
+        from common.engine.parallel import Leader
+        from common.model.collective import SharedMemoryCollective
+
+        leader = Leader(SharedMemoryCollective(0, ranks.size, ranks.wiring), ranks.channel)
     return load_engine(
         checkpoint,
         dtype=config.dtype,
@@ -130,9 +179,10 @@ def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int) -> 
         block_size=config.block_size,
         max_batched_tokens=batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        batch_hint=batched_tokens if config.role == "prefill" else DECODE_ROWS_HINT,
+        batch_hint=_batch_hint(config),
         progress=_loading,
         trust_remote_code=config.trust_remote_code,
+        leader=leader,
     )
 
 

@@ -38,6 +38,7 @@ NOT_FAST_MODULES = frozenset(
         ),
         *(
             "unit/common/engine/test_logits",
+            "unit/common/engine/test_parallel",
             "unit/common/engine/test_step",
             "unit/common/kernels/test_lending",
             "unit/common/kernels/test_layers",
@@ -52,6 +53,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/kernels/test_tiles",
             "unit/common/kv/test_slab",
             "unit/common/model/test_weights",
+            "unit/common/model/test_collective",
         ),
         # start processes in most of their tests (matplotlib does, to list the installed fonts)
         *(
@@ -63,6 +65,7 @@ NOT_FAST_MODULES = frozenset(
         *(
             "unit/bench/commands/test_serve",
             "unit/deploy/cli/test_main",
+            "unit/deploy/ranks/test_group",
             "unit/coordinator/test_process",
             "unit/common/platform/test_malloc",
         ),

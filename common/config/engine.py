@@ -61,6 +61,12 @@ class EngineOptions:
         "model",
         shown_default="that of --attention",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "number of ranks (processes) among which each worker splits the model",
+        count(1, 64),
+        "model",
+    )
     kv_cache_memory: int | None = option(
         None,
         "size of the KV pool of each worker, in bytes or such as 4GiB",
@@ -100,7 +106,7 @@ class EngineOptions:
     )
     threads: int | None = option(
         None,
-        "number of compute threads per worker",
+        "number of compute threads per worker, or per rank with --tensor-parallel-size",
         count(1, 4096),
         "cores",
         shown_default="one per core of the worker",

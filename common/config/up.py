@@ -50,6 +50,12 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
         "pools",
         shown_default="1 on a single core, else none",
     )
+    prefill_tensor_parallel_size: int | None = option(
+        None, "ranks of each prefill worker", count(1, 64), "pools", shown_default="--tensor-parallel-size"
+    )
+    decode_tensor_parallel_size: int | None = option(
+        None, "ranks of each decode worker", count(1, 64), "pools", shown_default="--tensor-parallel-size"
+    )
     chat: bool = option(False, "start a chat in this terminal once the server is ready", SWITCH, "pools")
     lend_cores: bool = option(
         True, "let idle workers lend their cores to workers that compute many tokens", SWITCH, "cores"
@@ -114,6 +120,11 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
             return 0, 0, 1
         return 1 if self.prefill is None else self.prefill, 1 if self.decode is None else self.decode, 0
 
+    def ranks_of(self, role: Role) -> int:
+        """Return the number of ranks of each worker of ``role``."""
+        own = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size}.get(role)
+        return own or self.tensor_parallel_size
+
     def for_coordinator(self, **changes: Any) -> CoordinatorConfig:
         """Return the configuration of the coordinator, which gets its keys from the launcher, not from the file."""
         return CoordinatorConfig(**_shared(self, CoordinatorConfig, {"cluster_key_file": None, **changes}))
@@ -122,7 +133,8 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
         """Return the configuration of a worker. Its data socket listens on the host of the control socket, and it gets
         its keys from the launcher, not from the file."""
         host = bracketed(self.control_host)
-        mine = {"role": role, "name": name, "host": host, "cluster_key_file": None, **changes}
+        mine: dict[str, Any] = {"role": role, "name": name, "host": host, "cluster_key_file": None}
+        mine |= {"tensor_parallel_size": self.ranks_of(role), **changes}
         return WorkerConfig(**_shared(self, WorkerConfig, mine))
 
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from common.core.errors import StartError
 
 
 class Share(NamedTuple):
-    """The cores and the number of threads of one worker. ``cores`` is None if it is not pinned."""
+    """The cores of one worker, and the number of threads of it or of each of its ranks. ``cores`` is None if it is not
+    pinned."""
 
     cores: tuple[int, ...] | None
     threads: int
@@ -128,3 +130,22 @@ def own_threads(chosen: Sequence[int] | None, workers: int) -> int:
         return len(chosen)
     usable = len(usable_cores())
     return max(1, min(usable, core_quota() or usable) // workers)
+
+
+def among_ranks(chosen: Sequence[int] | None, ranks: int, threads: int | None, workers: int) -> list[Share]:
+    """Return the shares of the ``ranks`` ranks of one worker: contiguous parts of its ``chosen`` cores, or one core
+    each, in turn, if they are fewer. ``threads``: threads of each rank if configured; else one per core, or an equal
+    part of those of an unpinned worker on a machine of ``workers``."""
+    if chosen is None:
+        return [Share(None, threads or max(1, own_threads(None, workers) // ranks))] * ranks
+    if len(chosen) < ranks:
+        return [Share((chosen[rank % len(chosen)],), threads or 1) for rank in range(ranks)]
+    bounds = [len(chosen) * rank // ranks for rank in range(ranks + 1)]
+    return [Share(tuple(chosen[first:last]), threads or last - first) for first, last in pairwise(bounds)]
+
+
+def joined(shares: Sequence[Share]) -> Share:
+    """Return the share of a worker with these shares for its ranks: all their cores, and the threads of one rank."""
+    held = [share.cores for share in shares if share.cores is not None]
+    cores = tuple(sorted({core for each in held for core in each})) if len(held) == len(shares) else None
+    return Share(cores, min(share.threads for share in shares))

@@ -18,7 +18,7 @@ from common.platform import device, memory
 from deploy.launcher import cores
 
 PROCESS_BYTES = 256 << 20
-"""Memory of a worker without model and KV: the interpreter, torch, transformers."""
+"""Memory of a worker, or of one of its ranks, without model and KV: the interpreter, torch, transformers."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def check_memory(
     )
     wanted, free = plan.blocks * layout.block_bytes, memory.free_memory()
     coming = workers if added is None else added
-    process = checkpoint.weight_bytes + PROCESS_BYTES
+    process = checkpoint.weight_bytes + PROCESS_BYTES * _ranks(config)
     if process * coming > free:
         raise StartError(
             f"cannot start {coming} workers",
@@ -87,6 +87,15 @@ def check_memory(
             f"this machine has {human_bytes(free)} of memory free",
             f"use --kv-cache-memory {free // 2 // coming >> 20}MiB or less",
         )
+
+
+def _ranks(config: UpConfig | WorkerConfig) -> int:
+    """Return the most ranks of any worker."""
+    if isinstance(config, WorkerConfig):
+        return config.tensor_parallel_size
+    prefill, decode, colocated = config.pools(len(cores.usable_cores()))
+    counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
+    return max((config.ranks_of(role) for role, count in counts.items() if count), default=1)  # type: ignore[arg-type]
 
 
 def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:

@@ -30,6 +30,10 @@ class Reason(msgspec.Struct, frozen=True):
     why: str
     todo: str
 
+    @classmethod
+    def of(cls, error: StartError) -> Reason:
+        return cls(*(text[:_MAX_TEXT] for text in (error.what, error.why, error.todo)))
+
     def error(self) -> StartError:
         return StartError(self.what, self.why, self.todo)
 
@@ -85,7 +89,7 @@ def ready(**facts: Fact) -> None:
 def failed(error: StartError) -> None:
     """Report that the process cannot start. The supervisor prints ``error``."""
     if _Sink.fd is not None:
-        _write(Report(error=Reason(*(text[:_MAX_TEXT] for text in (error.what, error.why, error.todo)))))
+        _write(Report(error=Reason.of(error)))
 
 
 def read(line: bytes) -> Report | None:

@@ -100,8 +100,15 @@ def plan(config: UpConfig) -> list[Member]:
     prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
     counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
     names: list[tuple[str, Role]] = [(f"{role}-{index}", role) for role, count in counts for index in range(count)]
-    shares = cores.deal(mine, len(names), quota, config.threads)
-    return [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
+    ranks = [config.ranks_of(role) for _, role in names]
+    return members(names, ranks, cores.deal(mine, sum(ranks), quota, config.threads))
+
+
+def members(names: Sequence[tuple[str, Role]], ranks: Sequence[int], shares: Sequence[cores.Share]) -> list[Member]:
+    """Return the workers called ``names``; ``shares`` are those of all their ranks, one worker after another."""
+    rest = iter(shares)
+    joined = [cores.joined([next(rest) for _ in range(count)]) for count in ranks]
+    return [Member(label, role, share) for (label, role), share in zip(names, joined, strict=True)]
 
 
 def machine(config: UpConfig) -> tuple[list[int], int | None]:
@@ -207,8 +214,8 @@ class Supervisor:
             threads=member.share.threads,
             cpus=member.share.cpus or self._config.cpus,
         )
-        lending = None
-        if self._lent is not None and member.share.cores is not None:
+        lending = None  # only one process of a worker could lend or borrow
+        if self._lent is not None and member.share.cores is not None and config.tensor_parallel_size == 1:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
         return ChildProcess(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
 
@@ -425,9 +432,10 @@ class Supervisor:
             leaving += pool[: max(0, len(pool) - count)]
         staying = [child.share for child in self._children[1:] if child not in leaving]
         mine, quota = machine(self._config)
-        shares = cores.deal_more(mine, staying, len(names), quota, self._config.threads) if names else []
-        members = [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
-        return [self._make_worker(member, len(staying) + len(members)) for member in members], leaving
+        ranks = [self._config.ranks_of(role) for _, role in names]
+        shares = cores.deal_more(mine, staying, sum(ranks), quota, self._config.threads) if names else []
+        coming = members(names, ranks, shares)
+        return [self._make_worker(member, len(staying) + len(coming)) for member in coming], leaving
 
     def _check_memory(self, added: int) -> None:
         if added:

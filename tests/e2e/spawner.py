@@ -7,7 +7,7 @@ forked in turn; its coordinator, which does not import torch, is started as usua
 
     pytest ── spawner (imports, one thread)
       └── tandem up ── spawner of its workers (the same memory)
-            ├── prefill-0
+            ├── prefill-0 (── spawner of its ranks, if asked for)
             └── decode-0
 
 The requesting process becomes the parent, as if it had started the child itself: the spawner forks twice, and the
@@ -47,6 +47,9 @@ HEAVY = (
     "transformers.models.llama.modeling_llama",
 )
 """Modules that every worker imports, whatever model it serves."""
+RANKS = "SPAWN_RANKS"
+"""Environment variable with which workers keep a spawner, too, from which the ranks of a tensor-parallel one are
+forked."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 32
 _MOST_BYTES = 1 << 20
@@ -122,7 +125,8 @@ def _check_details(popen: type) -> None:
 
 def _computes(args: Any, env: dict[str, str] | None) -> bool:
     """Return whether this is a ``tandem`` command, or a worker of one, that may be forked."""
-    if list(args[:2]) != [sys.executable, "-m"] or args[2] not in ("deploy.cli", "deploy.launcher.process"):
+    modules = ("deploy.cli", "deploy.launcher.process", "deploy.ranks.follower")
+    if list(args[:2]) != [sys.executable, "-m"] or args[2] not in modules:
         return False
     wanted = os.environ if env is None else env
     if any(wanted.get(name, value) != value for name, value in THREADS.items()):
@@ -253,7 +257,7 @@ def _keep_spawner() -> None:
 
 def _run(job: dict[str, Any]) -> NoReturn:
     _become(job)
-    if job["words"][:1] == ["up"]:
+    if job["words"][:1] == ["up"] or (job["module"] == "deploy.launcher.process" and RANKS in os.environ):
         _keep_spawner()
     runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)

@@ -1,0 +1,122 @@
+"""The process of rank 1 or higher of a tensor-parallel worker. It loads its share and computes what rank 0 sends.
+
+It lives as long as rank 0: signals that ask for a drain or an end are rank 0's to act on, and are ignored here.
+
+    python -m deploy.ranks.follower LABEL PARENT_PID  < {"config": {...}, "rank": 1, ...}
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import NoReturn
+
+import msgspec
+
+from common.config.worker import WorkerConfig
+from common.core.errors import StartError
+from common.platform import device, malloc, threads
+from common.platform.log import setup_logging
+from common.platform.wiring import Wiring
+from deploy.launcher.process import die_with
+from deploy.launcher.status import Reason
+from deploy.ranks.channel import FollowerChannel
+from deploy.ranks.group import LOADED, PONG, RankLaunch
+
+log = logging.getLogger("tandem.ranks")
+
+
+class Watched:
+    """This rank's end of the watch: a thread that answers pings, and reports. The process ends with its peer."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self._socket = own
+        threading.Thread(target=self._answer, name="rank-watch", daemon=True).start()
+
+    def _answer(self) -> NoReturn:
+        threads.answer()
+        try:
+            while self._socket.recv(1):
+                self._socket.send(PONG)
+        except OSError:
+            pass
+        os._exit(0)  # rank 0 has left, and the main thread may wait for it in the middle of a step
+
+    def loaded(self) -> None:
+        """Report that this rank computes steps from now on."""
+        self._socket.send(LOADED)
+
+    def fail(self, error: StartError) -> NoReturn:
+        """Report why this rank cannot go on, and wait for rank 0 to end it."""
+        self._socket.send(msgspec.json.encode(Reason.of(error)))
+        while True:
+            signal.pause()
+
+
+class _Channel(FollowerChannel):
+    """Reports to the watch once the pool is mapped."""
+
+    def __init__(self, own: socket.socket, watched: Watched) -> None:
+        super().__init__(own)
+        self._watched = watched
+
+    def mapped(self) -> None:
+        self._watched.loaded()
+        super().mapped()
+
+
+def run(launch: RankLaunch, watched: Watched) -> None:
+    """Load the share of ``launch`` and compute until rank 0 leaves."""
+    config = WorkerConfig(**launch.config)
+    malloc.keep_freed()
+    device.pin(launch.cores, launch.threads)
+    threads.compute()
+    from common.attention.registry import Wanted
+    from common.checkpoint.files import open_checkpoint
+    from common.engine.parallel import follow
+    from common.model.collective import SharedMemoryCollective
+
+    wiring = Wiring(launch.memory, {(one, other): number for one, other, number in launch.signals})
+    follow(
+        open_checkpoint(config.model, config.revision, config.trust_remote_code),
+        SharedMemoryCollective(launch.rank, launch.size, wiring),
+        _Channel(socket.socket(fileno=launch.steps), watched),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        batch_hint=launch.batch_hint,
+        trust_remote_code=config.trust_remote_code,
+        attention=Wanted(config.attention, config.prefill_attention, config.decode_attention),
+        quantization=config.quantization,
+    )
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    label, parent = sys.argv[1], int(sys.argv[2])
+    die_with(parent)
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=RankLaunch)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    setup_logging(launch.config["log_level"], launch.config["log_format"], label)
+    watched = Watched(socket.socket(fileno=launch.watch))
+    try:
+        run(launch, watched)
+    except StartError as error:
+        watched.fail(error)
+    except Exception as error:
+        log.exception("%s crashed", label)
+        why = f"{type(error).__name__}: {error}"
+        todo = "the worker ends with all its ranks; see the log lines above"
+        watched.fail(StartError(f"rank {launch.rank} of {launch.size} failed", why, todo))
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Real processes as ranks: they compute, leave with rank 0, and whatever happens to one is noticed in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from common.checkpoint.files import open_checkpoint
+from common.config.worker import WorkerConfig
+from common.core.errors import StartError
+from common.core.ids import BlockId
+from common.core.sequence import Batch, Segment
+from common.engine.loading import load_engine
+from common.engine.parallel import Leader
+from common.engine.runner import ModelEngine, sequence_of
+from common.model.collective import SharedMemoryCollective
+from deploy.launcher.cores import Share
+from deploy.ranks import group
+from deploy.ranks.group import HUNG_S, PING_S, RankGroup
+from tests.e2e.spawner import Spawner
+from tests.pace import scaled
+from tests.ranks import split_engine
+
+pytestmark = pytest.mark.processes
+NOTICED_S = 2.0
+"""Seconds within which a rank that dies or hangs is noticed."""
+
+
+class Ended:
+    """Stands for the end of rank 0's process, which the group asks for when a rank has failed."""
+
+    def __init__(self) -> None:
+        self._event, self.errors = threading.Event(), list[StartError]()
+
+    def __call__(self, error: StartError) -> None:
+        self.errors.append(error)
+        self._event.set()
+
+    def why(self) -> str:
+        """Wait for the end; return its reason."""
+        assert self._event.wait(scaled(NOTICED_S)), "nothing was noticed"
+        return str(self.errors[0])
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(one_spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Return ``start(model, end)``: a context in which that model's group runs; ``ranks`` are 2 by default."""
+    monkeypatch.setattr(group.subprocess, "Popen", one_spawner.popen())
+
+    @contextmanager
+    def start_one(model: Path, end: Ended, ranks: int = 2, **changes: Any) -> Iterator[RankGroup]:
+        config = WorkerConfig(model=str(model), role="decode", name="decode-0", dtype="float32", **changes)
+        with RankGroup(config, [Share(None, 1)] * ranks, 16, end) as running:
+            children = [psutil.Process(pid) for pid in running.pids]
+            yield running
+        assert not any(child.is_running() for child in children)
+
+    return start_one
+
+
+def engine_of(model: Path, running: RankGroup) -> ModelEngine:
+    leader = Leader(SharedMemoryCollective(0, running.size, running.wiring), running.channel)
+    return load_engine(
+        open_checkpoint(str(model)), dtype="float32", num_kv_blocks=64, max_batched_tokens=512, max_num_seqs=4,
+        batch_hint=16, leader=leader,
+    )  # fmt: skip
+
+
+def logits_of(engine: ModelEngine) -> torch.Tensor:
+    tokens = [8 + 31 * at % 500 for at in range(200)]
+    table = [BlockId(block) for block in range(20, 33)]
+    return engine.logits(Batch((Segment(sequence_of(tokens), 0, 200),), (table,)))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.whole)])
+def test_ranks_compute_and_leave_with_rank_0(start: Start, tmp_path: Path, ranks: int) -> None:
+    from tests.models import make_model
+
+    model = make_model("llama", tmp_path, num_attention_heads=6, num_key_value_heads=3 if ranks == 3 else 2,
+                       hidden_size=96)  # fmt: skip
+    with split_engine(model, 1) as alone:
+        expected = logits_of(alone)
+    end = Ended()
+    with start(model, end, ranks) as running:
+        engine = engine_of(model, running)
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when the worker leaves
+            for pid in running.pids:
+                os.kill(pid, number)
+        assert float((logits_of(engine) - expected).abs().max()) < 1e-4
+        processes = [each.process for each in running._ranks]
+        engine.close()
+    assert [each.returncode for each in processes] == [0] * (ranks - 1)
+    assert not end.errors
+
+
+def test_a_rank_that_hangs_is_noticed(start: Start, checkpoint: Callable[[str], Path]) -> None:
+    assert HUNG_S + 2 * PING_S <= NOTICED_S
+    end = Ended()
+    with start(checkpoint("llama"), end) as running:
+        engine = engine_of(checkpoint("llama"), running)
+        (pid,) = running.pids
+        os.kill(pid, signal.SIGSTOP)
+        assert f"rank 1 of 2 (process {pid}) hangs: it has not answered" in end.why()
+        engine.close()
+
+
+def test_a_rank_that_dies_is_noticed_with_its_end(start: Start, checkpoint: Callable[[str], Path]) -> None:
+    end = Ended()
+    with start(checkpoint("llama"), end, 3) as running:
+        second, third = running.pids
+        os.kill(third, signal.SIGKILL)
+        assert f"rank 2 of 3 (process {third}) has died: SIGKILL" in end.why()
+        assert not psutil.pid_exists(second), "the others are killed, too"
+
+
+def test_a_rank_that_cannot_load_says_why(start: Start, tmp_path: Path) -> None:
+    end = Ended()
+    with start(tmp_path / "nothing", end):
+        assert "there is no such directory" in end.why()
+
+
+def test_an_error_of_rank_0_leaves_no_rank(start: Start, checkpoint: Callable[[str], Path]) -> None:
+    """Rank 0 refuses the model while the other rank still waits for it."""
+    with pytest.raises(StartError, match="too little memory"), start(checkpoint("llama"), Ended()):
+        raise StartError("too little memory", "the test says so", "nothing")
