@@ -13,6 +13,8 @@ from common.core.errors import DeviceLost
 REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """Exceptions that torch and modelling code raise when one request's numbers are impossible or too large, and that torch
 raises for everything that goes wrong on a GPU."""
+NOT_FINITE = "the model's logits are not finite"
+"""The error of a row that cannot be sampled."""
 _LOST = ("CUDA error", "Triton Error [CUDA]", "CUDNN_STATUS_", "CUBLAS_STATUS_", "CUSOLVER_STATUS_", "NCCL error")
 _SHORT = ("out of memory", "_ALLOC_FAILED")
 

@@ -7,8 +7,9 @@ differs between workers is given at construction (``batch_hint``) or as the ``on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,9 +22,11 @@ from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.core.sequence import Sequence as Tokens
 from common.engine import faults
 from common.engine.batch import FlatStep, flatten, rows_to_sample
+from common.engine.cuda_graphs import Slots, captured
 from common.engine.decoder import FusedDecoder, find_decoder
 from common.engine.device_steps import DeviceSteps, Entry
-from common.engine.faults import REQUEST_FAULTS
+from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
+from common.engine.graph_calls import GraphCalls
 from common.engine.launched import Launch
 from common.engine.sampler import peaks, sample
 from common.kv.cache import BlockCopy
@@ -32,10 +35,20 @@ from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
 from common.model.probe import Probe, forward, require_equal
 
-_NOT_FINITE = "the model's logits are not finite"
 WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
 """Most rows and most sequences of a warm-up step: enough to get the kernels compiled. Hundreds of rows would take a
 model of billions of parameters seconds on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The slots of a step's rows, int64 [T] each."""
+
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+
+    def tensor(self, column: Literal["blocks", "offsets"]) -> torch.Tensor:
+        return self.blocks if column == "blocks" else self.offsets
 
 
 class PagedAttention:
@@ -50,8 +63,13 @@ class PagedAttention:
 
     def begin(self, step: FlatStep) -> Any:
         """Plan ``step``; return the backend's plan, which all layers share."""
-        self._step, self._plan, self.stored = step, self.backend.plan(step.spans), 0
+        self._step: FlatStep | _Placed = step
+        self._plan, self.stored = self.backend.plan(step.spans), 0
         return self._plan
+
+    def place(self, slots: Slots, plan: Any) -> None:
+        """Run a step whose rows belong to ``slots`` and to ``plan``, which the caller has made."""
+        self._step, self._plan, self.on_layer = _Placed(*slots), plan, None
 
     def announce(self, layer: int) -> None:
         """Report that this step's keys and values of ``layer`` are in the pool."""
@@ -173,7 +191,7 @@ class ModelEngine:
         if min(best) < 0:
             for index, token in zip(sampled, best, strict=True):
                 if token < 0:
-                    result.errors[index] = _NOT_FINITE
+                    result.errors[index] = NOT_FINITE
             good = [place for place, token in enumerate(best) if token >= 0]
             logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
         sequences = [batch.segments[index].sequence for index in sampled]
@@ -270,6 +288,14 @@ class ModelEngine:
         self.store.clear(blocks)
         return self.decoder is not None
 
+    @torch.inference_mode()
+    def capture_graphs(self, calls: GraphCalls) -> None:
+        """Run decode steps as CUDA graphs from now on, if the backend and the model allow it, and add a note on that.
+        Only before serving, after the checks."""
+        graphs, note = captured(self.model, self._attention, calls, self.max_num_seqs, self.max_model_len)
+        self.launch = None if graphs is None else graphs.launch
+        self.notes.append(note)
+
     def verify(self, checkpoint: Checkpoint, expected: Probe, tolerance: float | None = None) -> None:
         """Repeat the probe through the pool, in three chunks beside another sequence. StartError if logits differ by
         more than ``tolerance`` (default: what the dtype allows). Skipped if pool or context are too small for it. Only
@@ -293,7 +319,7 @@ class ModelEngine:
 def _put(result: StepResult, index: int, entries: Sequence[Entry]) -> None:
     """Enter what was sampled for segment ``index``."""
     if entries[0][0] < 0:
-        result.errors[index] = _NOT_FINITE
+        result.errors[index] = NOT_FINITE
         return
     result.tokens[index] = [token for token, _ in entries]
     result.logprobs[index] = [logprobs for _, logprobs in entries if logprobs is not None]

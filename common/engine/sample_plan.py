@@ -100,9 +100,9 @@ class SamplePlanner:
         params = [each.request.sampling for _, each, _ in rows]
         positions = [each.output_length for _, each, _ in rows]
         plan = SamplePlan(
-            self._features(params),
+            self.features(params),
             [len(each.choices) for each in sequences],
-            self._numbers(params, positions, [choice for _, _, choice in rows]),
+            self.numbers(params, positions, [choice for _, _, choice in rows]),
             [one.logprobs for one in params],
         )
         plan.columns["rows"] = array("q", [row for row, _, _ in rows])
@@ -110,7 +110,8 @@ class SamplePlanner:
         self._add_biases(plan, params, positions)
         return plan
 
-    def _features(self, params: Sequence[SamplingParams]) -> Features:
+    def features(self, params: Sequence[SamplingParams]) -> Features:
+        """Return what rows with these parameters need."""
         wanted = [one.logprobs for one in params if one.logprobs is not None]
         return Features(
             random=any(one.temperature >= GREEDY_BELOW for one in params),
@@ -122,7 +123,7 @@ class SamplePlanner:
             logprobs=min(max(wanted), self.vocab_size) if wanted else None,
         )
 
-    def _numbers(
+    def numbers(
         self, params: Sequence[SamplingParams], positions: Sequence[int], choices: Sequence[int]
     ) -> dict[str, Column]:
         """Return the columns that follow from each row's parameters and position alone."""

@@ -1,0 +1,70 @@
+"""The calls of a device that captured graphs need, as a seam: CUDA's, and a fake in the tests that computes late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in the device's queue."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to this point."""
+        ...
+
+
+class GraphCalls(Protocol):
+    """Queues work on one device, which does it in the order of the calls while the host goes on."""
+
+    def pinned(self, *shape: int) -> torch.Tensor:
+        """Return host memory for int64 numbers, zeros, that the device copies from and to while the host goes on."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between the device and pinned memory."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture what ``run`` computes, without computing it, and return what repeats it on the same tensors.
+        RuntimeError if it cannot be captured."""
+        ...
+
+    def event(self) -> Event:
+        """Return the present end of the queue."""
+        ...
+
+
+class CudaCalls:
+    """CUDA's calls on ``device``. All captured graphs share one memory pool: as they run one after another, each may
+    use what the others use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captures = torch.cuda.Stream(device)
+
+    def pinned(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        # torch.cuda.graph does the same, but collects garbage first, which for a hundred graphs takes seconds
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._captures):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+    def event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
