@@ -27,6 +27,7 @@ from common.net.sockets import Channels, is_local, nearby
 from common.platform import device, malloc, open_files, threads
 from common.platform.core_lease import MAX_CORES, CoreLease, Lending
 from common.worker.loop import Worker, WorkerSettings
+from deploy import gpu_watch
 from deploy.launcher import cores, status
 from deploy.launcher.preflight import kv_bytes
 
@@ -80,6 +81,7 @@ def build(
     ``ranks``: the other ranks of a tensor-parallel worker."""
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
+    monitor = gpu_watch.start(machine)
     own = cores.choose(config.cores)
     device.pin(*_shares(config)[0])
     threads.compute()
@@ -107,6 +109,8 @@ def build(
     pinned = own is not None  # an unpinned worker's I/O threads find an idle core, which real-time threads do not
     channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
     worker = _role(config.role)(engine, settings, hello, channels)
+    if monitor is not None:
+        worker.watch_gpus(monitor)
     for step_time in step_times:
         worker.step_times.took(*step_time)
     status.ready(

@@ -5,7 +5,7 @@ that it does not know, so every change of fields requires a higher ``PROTOCOL``.
 :class:`AnyMessage`, Rejoin and Rejected must never move: with them a coordinator recognizes and refuses workers of
 another version.
 
-    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, RequestFailed, Cached, Measured, LeaseAck, Goodbye
+    worker ──► coordinator   Hello, Heartbeat, Gpus, Tokens, Timing, RequestFailed, Cached, Measured, LeaseAck, Goodbye
     coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
                              Measure, Drain
     coordinator ──► heartbeat thread   Ping
@@ -19,12 +19,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from common.core.gpu import MAX_GPUS, GpuState
 from common.core.ids import MAX_INCARNATION_BYTES, REQUEST_ID_BYTES, TOKEN_ID_BYTES, Incarnation, WorkerName
 from common.core.request import MAX_LOGPROBS, Id, Request
 from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 
-PROTOCOL = 12
+PROTOCOL = 13
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -134,6 +135,15 @@ class Heartbeat(Message, tag="heartbeat"):
     asked: Count = 0
 
 
+class Gpus(Message, tag="gpus"):
+    """The state of the GPUs that a worker computes on. It follows a heartbeat, on the same connection, whenever there
+    is a new reading (about once a second); a worker without a GPU never sends it. ``fault`` is why a GPU is unhealthy,
+    so that the worker is about to leave, "" for none."""
+
+    gpus: Annotated[tuple[GpuState, ...], msgspec.Meta(max_length=MAX_GPUS)]
+    fault: Text = ""
+
+
 class Logprobs(Message):
     """Log-probabilities of one token: its own, and ``top`` for the ids in ``top_ids`` (little-endian uint32)."""
 
@@ -206,8 +216,12 @@ class Measured(Message, tag="measured"):
     seconds: Figure
 
 
+DRAINED, STOPPED = "drained", "stopped"
+"""The reasons of a Goodbye that was asked for."""
+
+
 class Goodbye(Message, tag="goodbye"):
-    """The worker has drained or is stopping; it serves its requests no longer."""
+    """The worker has drained or is stopping, or its device failed; it serves its requests no longer."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     reason: Text
@@ -220,7 +234,7 @@ class LeaseAck(Message, tag="renewed"):
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
 
 
-FromWorker = Hello | Heartbeat | Tokens | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye
+FromWorker = Hello | Heartbeat | Gpus | Tokens | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------
 

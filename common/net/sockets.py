@@ -334,10 +334,16 @@ class Channels:
         return self.dealer(address, name, watch=watch), watched[0]
 
     def heartbeat_thread(
-        self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]
+        self,
+        address: str,
+        name: bytes,
+        interval_s: float,
+        beat: Callable[[int], Message],
+        also: Callable[[], Message | None] | None = None,
     ) -> HeartbeatThread:
-        """Start a thread that sends ``beat(ping_number)`` to ``address`` every ``interval_s`` seconds until stopped."""
-        return HeartbeatThread(lambda: self.watched_dealer(address, name), interval_s, beat)
+        """Start a thread that sends ``beat(ping_number)`` to ``address`` every ``interval_s`` seconds until stopped,
+        and behind it what ``also`` returns, if anything."""
+        return HeartbeatThread(lambda: self.watched_dealer(address, name), interval_s, beat, also)
 
     def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
         """Receive the next message on a router without blocking. Return the role that the sender's key proves (None
@@ -433,9 +439,11 @@ class HeartbeatThread:
         dial: Callable[[], tuple[zmq.Socket[Any], Handshakes]],
         interval_s: float,
         beat: Callable[[int], Message],
+        also: Callable[[], Message | None] | None = None,
     ) -> None:
-        """``beat`` makes a heartbeat from the number of the Ping that it answers, 0 for a regular one."""
-        self._dial, self._interval_s, self._beat = dial, interval_s, beat
+        """``beat`` makes a heartbeat from the number of the Ping that it answers, 0 for a regular one; ``also`` makes a
+        message to follow it, or None."""
+        self._dial, self._interval_s, self._beat, self._also = dial, interval_s, beat, also
         self._stop = threading.Event()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._late = 0.0, inf
@@ -463,6 +471,8 @@ class HeartbeatThread:
         with socket, contextlib.closing(handshakes):
             while not (handshakes.final or self._stop.is_set()):
                 send(socket, self._beat(asked))
+                if self._also is not None and (more := self._also()) is not None:
+                    send(socket, more)
                 asked = 0
                 self._late = self._late[0], time.monotonic() + self._interval_s
                 poller.poll(int(self._interval_s * 1000))

@@ -31,9 +31,11 @@ from common.kv.layout import KvLayout
 from common.kv.storage.host import KvMemory
 from common.kv.table import BlockTable
 from common.net.messages import (
+    DRAINED,
     MAX_HELD,
     MAX_KEYS,
     MAX_TEXT,
+    STOPPED,
     Cached,
     Drain,
     Goodbye,
@@ -48,6 +50,8 @@ from common.net.messages import (
 )
 from common.net.sockets import Channels
 from common.platform.core_lease import CoreLease
+from common.platform.gpu_health import unusable
+from common.platform.gpu_monitor import GpuMonitor
 from common.worker.membership import Membership, Snapshot
 from common.worker.overlap import Overlap
 from common.worker.step_times import StepTimeEstimator
@@ -70,6 +74,8 @@ TRIAL_S = 5.0
 """Deadline of a link trial. One that takes longer will not end: the peer was short of blocks, or is gone."""
 LONELY_S = 5.0
 """Interval between log lines of a worker that has not joined a coordinator."""
+_DEVICE_FAILED = b"\0"
+"""The byte that wakes the loop when the device failed; signals, whose bytes arrive on the same socket, start at 1."""
 
 
 class Engine(Protocol):
@@ -153,6 +159,8 @@ class Worker(abc.ABC):
         self._lease_s = self._leased_until = math.inf
         self._unlisted: set[TransferId] = set()
         self._stopped = False
+        self._device_fault = ""
+        self._waker: socket.socket | None = None
         self._overlap = Overlap(self, engine.launch) if self.overlaps and engine.launch is not None else None
         self._advance = self._plan_and_run if self._overlap is None else self._overlap.advance
         self.open_links()
@@ -225,8 +233,23 @@ class Worker(abc.ABC):
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    def watch_gpus(self, monitor: GpuMonitor) -> None:
+        """Send the readings of ``monitor`` with heartbeats, and leave when it reports a fault. The worker stops it when
+        it closes. To be called before :meth:`run`."""
+        self.membership.gpus = monitor
+        monitor.on_fault = self.device_failed
+        if monitor.fault:
+            self.device_failed(monitor.fault)
+
+    def device_failed(self, why: str) -> None:
+        """Make the loop end after its current turn, and :meth:`run` raise, because the device cannot be used any more.
+        ``why`` becomes the reason of the Goodbye. May be called from any thread, also before :meth:`run`."""
+        self._device_fault = why
+        if self._waker is not None:
+            self._waker.send(_DEVICE_FAILED)
+
     def run(self) -> None:
-        """Serve until drained or stopped, then close everything."""
+        """Serve until drained or stopped, then close everything. Raises StartError if the device failed."""
         with self._signals() as waker:
             try:
                 self._publish()  # heartbeats start in the first turn: the first must not report an empty pool
@@ -236,6 +259,8 @@ class Worker(abc.ABC):
                 self.close(crashed=True)
                 raise
             self.close()
+        if self._device_fault:
+            raise unusable(self._device_fault)
 
     def turn(self) -> float:
         """Run one turn of the loop: messages, hand-offs, one step. Return how many seconds the loop may then sleep."""
@@ -279,8 +304,11 @@ class Worker(abc.ABC):
         if seconds and self.cores is not None:
             self.cores.take_back()
         if waker.fileno() in ready:
-            for _ in waker.recv(64):  # one byte per signal
-                self._stop_asked()
+            for number in waker.recv(64):  # one byte per signal, its number
+                if number == _DEVICE_FAILED[0]:
+                    self._stopped = True
+                else:
+                    self._stop_asked()
 
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
@@ -577,9 +605,13 @@ class Worker(abc.ABC):
         numbers = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGTERM,)
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._waker = writer
+        if self._device_fault:  # it came before there was a waker
+            writer.send(_DEVICE_FAILED)
         try:
             yield reader
         finally:
+            self._waker = None
             signal.set_wakeup_fd(descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -595,10 +627,12 @@ class Worker(abc.ABC):
         """Drop everything, send Goodbye, and leave no socket or thread behind. After a crash no Goodbye is sent: it
         would clear this worker's requests of the suspicion that one of them caused the crash."""
         self._drop_all()
-        if self._overlap is not None and not crashed:
+        if self._overlap is not None and not (crashed or self._device_fault):  # a lost GPU ends no step
             self._overlap.settle()
-        reason = "drained" if self.draining_until else "stopped"
+        reason = self._device_fault or (DRAINED if self.draining_until else STOPPED)
         self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
+        if self.membership.gpus is not None:  # not before: what hangs until here is stuck
+            self.membership.gpus.stop()
         self.close_links()
         self.channels.close()  # closes any socket that an exception left open, too
         if not crashed:

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from common.core.errors import WireError
-from common.net.messages import Heartbeat, Hello, Lease, Message, NameTaken, Rejoin, ToWorker, Welcome
+from common.net.messages import Gpus, Heartbeat, Hello, Lease, Message, NameTaken, Rejoin, ToWorker, Welcome
 from common.net.sockets import Channels, HeartbeatThread, identity, receive, send
+from common.platform.gpu_monitor import GpuMonitor
 
 REJOIN_S = 1.0
 """Seconds after a Hello in which Rejoin is ignored: a restarted coordinator answers every message with Rejoin until our
@@ -64,6 +65,9 @@ class Membership:
         self.acted_on = 0
         """Control messages since Welcome whose effect is complete, as the coordinator counts them."""
         self.bad_messages = 0
+        self.gpus: GpuMonitor | None = None
+        """The monitor whose readings follow heartbeats; None for a worker without a GPU. To be set before Welcome."""
+        self._gpus_sent = 0
         self._welcome: Welcome | None = None
         self._heartbeat_thread: HeartbeatThread | None = None
         self._name_taken = ""
@@ -184,7 +188,9 @@ class Membership:
         the last one carries nothing, and another coordinator may use another interval."""
         self._stop_heartbeats()
         name = identity(self.hello.name, self.hello.incarnation, self._secret, beats=True)
-        self._heartbeat_thread = self._channels.heartbeat_thread(self._address, name, interval_s, self._heartbeat)
+        self._gpus_sent = 0
+        also = None if self.gpus is None else self._gpu_report
+        self._heartbeat_thread = self._channels.heartbeat_thread(self._address, name, interval_s, self._heartbeat, also)
 
     def _stop_heartbeats(self) -> None:
         """Stop the heartbeat thread and forget it, so that it is stopped once even if starting the next one fails."""
@@ -213,3 +219,10 @@ class Membership:
             int(1000 * max(self.expected_s, shot.longest_step_s)),
             asked,
         )
+
+    def _gpu_report(self) -> Gpus | None:
+        """Return the state of the GPUs if there is a reading that has not been sent yet."""
+        if self.gpus is None or self.gpus.readings == self._gpus_sent:
+            return None
+        self._gpus_sent = self.gpus.readings
+        return Gpus(self.gpus.states, self.gpus.fault)

@@ -23,6 +23,7 @@ from common.net.messages import (
     Cached,
     FromWorker,
     Goodbye,
+    Gpus,
     Heartbeat,
     Hello,
     LeaseAck,
@@ -301,7 +302,7 @@ class Gateway:
     def _deliver(
         self,
         worker: WorkerHandle,
-        message: Tokens | Heartbeat | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye,
+        message: Tokens | Heartbeat | Gpus | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye,
         now_s: float,
         events: GatewayEvents,
     ) -> None:
@@ -319,6 +320,8 @@ class Gateway:
                     events.on_worker_lost(worker, Loss.GIVEN_UP)
                 else:
                     events.beat(worker)
+            case Gpus():
+                self.registry.read_gpus(worker, message)
             case Timing():
                 events.timing(worker, message)
             case RequestFailed():
@@ -335,6 +338,7 @@ class Gateway:
             case Goodbye():
                 log.info("worker %s leaves: %s", worker.hello.name, message.reason)
                 self._remove(worker)
+                self.registry.absent.left(worker.hello.name, message.reason, now_s)
                 events.on_worker_left(worker)
             case _:
                 assert_never(message)

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.core.errors import InvariantBroken
+from common.core.gpu import GpuState
 from common.core.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation, WorkerName
 from common.core.timeouts import FailureTimes
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.net.hosts import is_loopback, is_unspecified, parse_address, share_loopback
-from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+from common.net.messages import PROTOCOL, Cached, Gpus, Heartbeat, Hello, Role
+from coordinator.cluster.absent_workers import AbsentWorkers
 from coordinator.cluster.liveness import LoopLag, UnresponsiveWorker, UnresponsiveWorkers
 
 HANG_STEPS = 4.0
@@ -62,6 +64,8 @@ class WorkerHandle:
     route: bytes = b""
     state: WorkerState = WorkerState.JOINING
     beat: Heartbeat | None = None
+    gpus: tuple[GpuState, ...] = ()
+    """The latest readings of the GPUs that it computes on."""
     cached: set[ChainKey] = field(default_factory=set)
     answered: int = 0
     owes_since: float | None = None
@@ -128,6 +132,7 @@ class Registry:
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._last: dict[Role, Hello] = {}
         """For each role, the Hello of the worker that was lost last, if its connection broke (it did not leave)."""
+        self.absent = AbsentWorkers()
         self.loop_lag = LoopLag(self.times.sweep_s)
         self.unresponsive = UnresponsiveWorkers(self.times.lease_s, self.loop_lag)
 
@@ -190,6 +195,7 @@ class Registry:
         """Make the worker READY after its Welcome was sent: it may get requests."""
         worker.move(WorkerState.READY)
         self.seen[worker.role].add(worker.hello.name)
+        self.absent.forget(worker.hello.name)
 
     def on_message(self, worker: WorkerHandle, now_s: float) -> None:
         """Count any message as a heartbeat while none has come, for at most a lease after the Hello.
@@ -212,6 +218,12 @@ class Registry:
             and turn_began_s - worker.owes_since > self.times.silence_s
         ):
             worker.cut_off_since = now_s
+
+    def read_gpus(self, worker: WorkerHandle, report: Gpus) -> None:
+        """Record a report about the worker's GPUs. One whose GPU is unhealthy gets no new requests: it is leaving."""
+        worker.gpus = report.gpus
+        if report.fault:
+            self.drains(worker)
 
     def leased(self, worker: WorkerHandle, now_s: float) -> None:
         """Note that a Lease was sent to the worker, which acknowledges it in the next turn of its loop."""

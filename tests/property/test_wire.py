@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.core.errors import Damaged, WireError
+from common.core.gpu import MAX_GPUS, MAX_XIDS, GpuState
 from common.core.ids import Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
 from common.core.request import Request, SamplingParams
 from common.kv.prefix import chain_root, extend_chain
@@ -45,6 +46,7 @@ from common.net.messages import (
     FromWorker,
     Generate,
     Goodbye,
+    Gpus,
     Grant,
     Heard,
     Heartbeat,
@@ -262,9 +264,14 @@ _BEAT: dict[str, Any] = {
     "longest_ms": 60,
     "asked": 3,
 }
+_GPU = GpuState(
+    0, "GPU-0123", "NVIDIA H100 80GB HBM3", 87, 60 << 30, 80 << 30, 412_000, 700_000, 64, 1755, 2619, 4, 18, 1 << 40,
+    1 << 41, 3, 0, 1, 0, False, False, None, None, 0, {31: 2},
+)  # fmt: skip
 EXAMPLES: list[Message] = [
     Hello(**_HELLO),
     Heartbeat(**_BEAT),
+    Gpus((_GPU, GpuState(1, "GPU-4567", "a card without readings")), "GPU 1 is lost"),
     Tokens(_ID, (0,), (1,), (4,), (2,), (1,), (9,), pack_tokens([7, 9]), (_LOGPROBS, None)),
     Timing(_ID, 1, {"queue_ms": 1.5, "cached_tokens": 32.0}, "shm"),  # type: ignore[arg-type]
     RequestFailed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
@@ -562,6 +569,24 @@ def test_the_largest_messages_of_a_hand_off_are_far_below_their_limit() -> None:
         assert len(encode(message)) < MAX_HANDOFF_BYTES / 3
 
 
+def _largest_gpu() -> GpuState:
+    most = (1 << 62) - 1
+    counts = dict.fromkeys(GpuState.__struct_fields__[3:-1], most)
+    counts |= {"temperature": 1000, "remap_pending": True, "remap_failed": True}
+    return GpuState(most, "u" * 128, "n" * 128, **counts, xids={most - number: most for number in range(MAX_XIDS)})
+
+
+def test_a_report_of_a_card_is_small() -> None:
+    """It is sent once a second."""
+    assert len(encode(Gpus((_GPU,)))) < 160
+
+
+@pytest.mark.parametrize("field", GpuState.__struct_fields__)
+def test_a_reading_of_the_wrong_type_is_refused(field: str) -> None:
+    wrong: Any = "x" * 129 if field in ("uuid", "name") else {1: -1} if field == "xids" else -(1 << 40)
+    refused(encode(Gpus((msgspec.structs.replace(_GPU, **{field: wrong}),))), FromWorker)
+
+
 def test_the_largest_reports_of_a_worker_are_below_their_limit() -> None:
     shown = Logprobs(-0.123456789, pack_tokens(range(MAX_LOGPROBS)), (-0.123456789,) * MAX_LOGPROBS)
     column, large = (0,) * MAX_SPANS, ((1 << 32) - 1,) * MAX_SPANS
@@ -573,6 +598,7 @@ def test_the_largest_reports_of_a_worker_are_below_their_limit() -> None:
         msgspec.structs.replace(
             Heartbeat(**_BEAT), live=bytes(16 * MAX_HELD), resting=bytes(16 * MAX_HELD), counters=counters
         ),
+        Gpus((_largest_gpu(),) * MAX_GPUS, "x" * MAX_TEXT),
         Cached(keys, keys),
         RequestFailed(_ID, 1, "engine_error", "x" * MAX_TEXT, True),  # type: ignore[arg-type]
     ):

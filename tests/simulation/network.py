@@ -537,7 +537,9 @@ class SimulatedChannels(Channels):
         dealer: Any = self.dealer(address, name)
         return dealer, Handshakes(dealer, dealer.monitor, keyed=False)
 
-    def heartbeat_thread(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> Any:
+    def heartbeat_thread(
+        self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message], also: Any = None
+    ) -> Any:
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)
 
     def register(self, what: Any) -> None:
