@@ -60,6 +60,10 @@ class LauncherClient(Protocol):
     def report_queue_pressure(self, deep: bool) -> None:
         """Report that prompts have begun to pile up (``deep``) or no longer do."""
 
+    def follow(self, follow: Callable[[WorkerName, str, float], None]) -> None:
+        """Call ``follow`` with the name, reason and restart delay in seconds of each worker process that ends, and with
+        reason "" when it is not meant to run any more."""
+
 
 def run(
     config: CoordinatorConfig,
@@ -102,6 +106,7 @@ async def _serve(
             if launcher is not None:
                 services.dispatcher.gateway.supervise(launcher.replace, workers)
                 services.dispatcher.queue_pressure = QueuePressure(launcher.report_queue_pressure)
+                launcher.follow(services.registry.absent.reported(services.dispatcher.gateway.clock))
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
             if services.dispatcher.gateway.channels.keys is None:

@@ -21,6 +21,7 @@ from common.core.ids import Incarnation
 from common.core.request import FinishReason
 from common.net.messages import Timing
 from coordinator.cluster.registry import Registry, WorkerState
+from coordinator.gpu_metrics import gpu_metrics
 
 
 class Choices(Protocol):
@@ -297,6 +298,7 @@ class _Pools(Collector):
         yield from self._pool()
         yield from self._counters()
         yield self._states()
+        yield from gpu_metrics(self._workers)
         yield GaugeMetricFamily(
             "tandem_open_breakers",
             "Circuit breakers of workers and pairs that are not closed.",

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from common.core.errors import RequestError
+from common.core.gpu import GpuState
 from common.core.request import MAX_TOKENS
 from common.net.messages import Drain
 from coordinator.api.fields import Fields, JsonBudget, refuse
 from coordinator.api.openai import parse_chat, token_ids
 from coordinator.api.service import ServedModel, product_version
+from coordinator.cluster.absent_workers import Absence
 from coordinator.cluster.link_stats import LinkStats
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body
@@ -226,13 +228,14 @@ async def version(request: web.Request) -> web.Response:
 
 @routes.get("/admin/workers")
 async def workers(request: web.Request) -> web.StreamResponse:
-    """List all workers with their state, load, memory and measured links."""
+    """List all workers with their state, load, memory, GPUs and measured links, and those that are absent and why."""
     services = request.app[SERVICES]
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
     now_s = dispatcher.gateway.clock()
     shown = [_worker(each, dispatcher.link_stats, avoided[each.id], now_s) for each in registry]
-    return await deliver_whole(request, json_response({"workers": shown}))
+    absent = [_absent(name, each, now_s) for name, each in registry.absent]
+    return await deliver_whole(request, json_response({"workers": shown, "absent": absent}))
 
 
 @routes.post("/admin/drain")
@@ -308,5 +311,23 @@ def _worker(worker: WorkerHandle, links: LinkStats, avoids: list[str], now_s: fl
         "avoids": avoids,
         "device": hello.device,
         "dtype": hello.dtype,
+        "gpus": [_gpu(each) for each in worker.gpus],
         "counters": dict(beat.counters) if beat else {},
+    }
+
+
+def _gpu(state: GpuState) -> Json:
+    """Return one GPU as JSON; values that its card does not have are null."""
+    shown: Json = {name: getattr(state, name) for name in state.__struct_fields__}
+    return shown | {"throttled_by": state.throttled_by, "xids": {str(xid): count for xid, count in state.xids.items()}}
+
+
+def _absent(name: str, absence: Absence, now_s: float) -> Json:
+    """Return an absent worker as JSON. ``restart_in_s`` is null if it is unknown whether it is started again."""
+    restart_at_s = absence.restart_at_s
+    return {
+        "id": name,
+        "why": absence.why,
+        "for_s": round(now_s - absence.since_s, 1),
+        "restart_in_s": None if restart_at_s is None else round(max(0.0, restart_at_s - now_s), 1),
     }

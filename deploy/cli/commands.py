@@ -33,6 +33,7 @@ from common.config.eval import EvalConfig
 from common.config.keygen import KeygenConfig
 from common.config.options import Loaded, load
 from common.config.scale import ScaleConfig
+from common.config.status import StatusConfig
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 
@@ -82,6 +83,10 @@ COMMANDS = {
             argument=("prompt", "send this prompt, print the answer and exit"),
         ),
         Command("scale", "resize the worker pools of a running tandem up", ScaleConfig, "deploy.cli.scale:run"),
+        Command(
+            "status", "show the workers of a running server, their GPUs, and why a worker is absent", StatusConfig,
+            "deploy.cli.status:run",
+        ),
         Command(
             "eval", "score a running server's answers to a set of questions", EvalConfig, "bench.eval.evaluate:run",
             measures=True,

@@ -12,15 +12,16 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.config.coordinator import CoordinatorConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
+from common.core.ids import WorkerName
 from common.net.keys import ClusterKeys
 from common.platform.core_lease import Lending
 from deploy.launcher import cores, process, status
-from deploy.launcher.ipc import Launcher, serve
+from deploy.launcher.ipc import AbsenceReport, Launcher, serve
 from deploy.launcher.screen import Screen
 
 BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
@@ -33,6 +34,7 @@ class ChildProcess:
     ``facts`` resolves with the first "ready" report. A child that exits before that has failed to start; later it is
     restarted. ``config`` may be replaced; the next process gets the new one. ``keys``: cluster keys of its role, the
     same for all replacements. ``launcher``: serves the IPC requests of the child; for the coordinator only.
+    ``on_absence``: called when the process has ended and is to be restarted, and when that is given up.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class ChildProcess:
         keys: ClusterKeys | None = None,
         launcher: Launcher | None = None,
         lending: Lending | None = None,
+        on_absence: Callable[[AbsenceReport], None] | None = None,
     ) -> None:
         self.label, self.config, self.share = label, config, share
         self._keys, self._lending = keys, lending
         self._cores: Sequence[int] | None = None
         self._at_once = False
-        self._launcher = launcher
+        self._launcher, self._on_absence = launcher, on_absence
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._screen = screen
@@ -77,9 +80,15 @@ class ChildProcess:
                 backoff_s = BACKOFF_S
             ended = f"hangs ({self._hung}): killed" if self._hung else f"exited ({self._error or how_it_ended(code)})"
             self._screen.fact(f"{self.label} {ended}; restarting it in {backoff_s:g} s")
+            self._report(ended, backoff_s)
             if await self._left_within(backoff_s):
+                self._report("", 0.0)
                 return
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _report(self, why: str, restart_in_s: float) -> None:
+        if self._on_absence is not None:
+            self._on_absence(AbsenceReport(WorkerName(self.label), why, restart_in_s))
 
     def leave(self) -> None:
         """Stop replacing the process when it ends."""

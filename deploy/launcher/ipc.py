@@ -1,8 +1,9 @@
 """The IPC between the launcher and its coordinator: one JSON object per line over a socket pair.
 
 The coordinator serves the HTTP API and the launcher owns the processes. The coordinator sends three messages: a request
-to resize the pools, a report that a worker hangs, and a report that prompts pile up or no longer do. Each coordinator
-process gets a connection of its own. A scale request continues when its connection is closed.
+to resize the pools, a report that a worker hangs, and a report that prompts pile up or no longer do. The launcher
+answers requests, and reports each worker process that has ended. Each coordinator process gets a connection of its own.
+A scale request continues when its connection is closed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -45,8 +47,20 @@ class QueuePressureReport(msgspec.Struct, frozen=True, tag="Piling"):
     deep: bool
 
 
+class AbsenceReport(msgspec.Struct, frozen=True, tag="Absence"):
+    """Reports that the process of the worker ``name`` has ended (``why``) and is started again in ``restart_in_s``
+    seconds; ``why`` is "" once it is not meant to run any more."""
+
+    name: WorkerName
+    why: str
+    restart_in_s: float
+
+
 class Launcher(Protocol):
     """The launcher as seen by :func:`serve`, which calls it for each message."""
+
+    followers: set[Callable[[AbsenceReport], None]]
+    """To be called with each AbsenceReport."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
         """Resize the pools and return their sizes. Raises StartError if that is not possible."""
@@ -61,7 +75,7 @@ class Launcher(Protocol):
         """Return the names and process ids of the ready workers."""
 
 
-class ScaleReply(msgspec.Struct, frozen=True, omit_defaults=True):
+class ScaleReply(msgspec.Struct, frozen=True, omit_defaults=True, tag="Scaled"):
     """The reply to a ScaleRequest: the new pool sizes, or why the request was refused."""
 
     id: int
@@ -77,9 +91,15 @@ class SupervisorIPC:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._opened: asyncio.Task[asyncio.StreamWriter] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._waiting: dict[int, asyncio.Future[ScaleReply]] = {}
         self._ids = itertools.count()
+        self._follow: Callable[[AbsenceReport], None] | None = None
+
+    def follow(self, follow: Callable[[WorkerName, str, float], None]) -> None:
+        """Call ``follow`` with the name, reason and restart delay in seconds of each worker process that ends."""
+        self._follow = lambda report: follow(report.name, report.why, report.restart_in_s)
+        self._keep(asyncio.create_task(self._opened_writer()))
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
         """Resize the pools and return their sizes. Raises RequestError 409 with the launcher's reason if that is not
@@ -106,23 +126,30 @@ class SupervisorIPC:
         self._keep(asyncio.create_task(self._say(QueuePressureReport(deep))))
 
     async def _say(self, message: ScaleRequest | HangReport | QueuePressureReport) -> None:
+        (await self._opened_writer()).write(msgspec.json.encode(message) + b"\n")
+
+    async def _opened_writer(self) -> asyncio.StreamWriter:
+        """Return the writer of the connection, which is opened when it is needed first."""
         if self._opened is None:
             self._opened = asyncio.create_task(self._open())
-        writer = await asyncio.shield(self._opened)
-        writer.write(msgspec.json.encode(message) + b"\n")
+        return await asyncio.shield(self._opened)
 
     async def _open(self) -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(sock=self._socket)
         self._keep(asyncio.create_task(self._listen(reader, writer)))
         return writer
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for line in reader:
-            answer = msgspec.json.decode(line, type=ScaleReply)
+            answer = msgspec.json.decode(line, type=ScaleReply | AbsenceReport)
+            if isinstance(answer, AbsenceReport):
+                if self._follow is not None:
+                    self._follow(answer)
+                continue
             waiting = self._waiting.get(answer.id)
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
@@ -138,6 +165,12 @@ async def serve(connection: socket.socket, launcher: Launcher) -> None:
     progress."""
     reader, writer = await asyncio.open_connection(sock=connection)
     under_way: set[asyncio.Task[None]] = set()
+
+    def tell(report: AbsenceReport) -> None:
+        if not writer.is_closing():
+            writer.write(msgspec.json.encode(report) + b"\n")
+
+    launcher.followers.add(tell)
 
     async def carry_out(request: ScaleRequest) -> None:
         try:
@@ -160,6 +193,7 @@ async def serve(connection: socket.socket, launcher: Launcher) -> None:
                 task.add_done_callback(under_way.discard)
     except ConnectionError:
         pass  # the coordinator died; its replacement gets a connection of its own
+    launcher.followers.discard(tell)
     launcher.place_coordinator(False)  # a new coordinator starts without a queue
     try:
         if under_way:

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from common.platform.core_lease import CoreLease, Lending
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
 from deploy.launcher.child import ChildProcess
-from deploy.launcher.ipc import Pools
+from deploy.launcher.ipc import AbsenceReport, Pools
 from deploy.launcher.preflight import check_memory, check_up
 from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts
 
@@ -131,6 +131,7 @@ class Supervisor:
         """Cluster keys by role. They stay the same for the lifetime of the supervisor, so that a replaced child can
         rejoin."""
         self._children: list[ChildProcess] = []
+        self.followers: set[Callable[[AbsenceReport], None]] = set()
         self._lent = CoreLease.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._stopped_at = 0.0
@@ -217,7 +218,15 @@ class Supervisor:
         lending = None  # only one process of a worker could lend or borrow
         if self._lent is not None and member.share.cores is not None and config.tensor_parallel_size == 1:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
-        return ChildProcess(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
+        return ChildProcess(
+            member.label, config, member.share, self._screen, self._keys[member.role], lending=lending,
+            on_absence=self._report_absence,
+        )  # fmt: skip
+
+    def _report_absence(self, report: AbsenceReport) -> None:
+        """Tell the coordinator, which shows it in ``tandem status``, of a worker process that has ended."""
+        for follow in self.followers:
+            follow(report)
 
     def _settle_cores(self, coordinator: ChildProcess, workers: Sequence[ChildProcess]) -> None:
         """Update core lending and the coordinator's cores for the new set of ``workers``. A worker may lend cores that

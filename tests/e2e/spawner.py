@@ -50,6 +50,8 @@ HEAVY = (
 RANKS = "SPAWN_RANKS"
 """Environment variable with which workers keep a spawner, too, from which the ranks of a tensor-parallel one are
 forked."""
+PRELOADED = "PRELOADED_IN_WORKERS"
+"""An environment variable with the name of a module to import in each worker before it starts, to change it."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 32
 _MOST_BYTES = 1 << 20
@@ -259,6 +261,8 @@ def _run(job: dict[str, Any]) -> NoReturn:
     _become(job)
     if job["words"][:1] == ["up"] or (job["module"] == "deploy.launcher.process" and RANKS in os.environ):
         _keep_spawner()
+    elif PRELOADED in os.environ:
+        importlib.import_module(os.environ[PRELOADED])
     runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)
 

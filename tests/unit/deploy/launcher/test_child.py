@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -17,7 +17,7 @@ from common.core.errors import RequestError, StartError
 from common.core.ids import WorkerName
 from deploy.launcher import cores, process
 from deploy.launcher.child import ChildProcess
-from deploy.launcher.ipc import Pools, SupervisorIPC, serve
+from deploy.launcher.ipc import AbsenceReport, Pools, SupervisorIPC, serve
 from deploy.launcher.screen import Lines
 from deploy.launcher.supervisor import leaves_first
 
@@ -28,6 +28,7 @@ class Launcher:
     def __init__(self) -> None:
         self.replaced: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
         self.placed: asyncio.Queue[bool] = asyncio.Queue()
+        self.followers: set[Callable[[AbsenceReport], None]] = set()
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
         if not prefill or not decode:
@@ -58,6 +59,23 @@ async def test_a_line_carries_wishes_who_hangs_and_that_prompts_pile_up_also_at_
     theirs.close()
     await serving
     assert not launcher.placed.get_nowait(), "whoever comes next has none"
+
+
+async def test_the_coordinator_is_told_of_workers_that_ended() -> None:
+    launcher, (ours, theirs) = Launcher(), socket.socketpair()
+    heard: asyncio.Queue[tuple[str, str, float]] = asyncio.Queue()
+    ipc = SupervisorIPC(theirs.dup().detach())
+    ipc.follow(lambda *report: heard.put_nowait(report))
+    serving = asyncio.create_task(serve(ours, launcher))
+    assert await ipc.scale(1, 2) == (1, 2)  # both ends are open now
+    (follow,) = launcher.followers
+    follow(AbsenceReport(WorkerName("decode-0"), "exited (exit code 1)", 0.5))
+    assert await heard.get() == ("decode-0", "exited (exit code 1)", 0.5)
+    assert await ipc.scale(2, 2) == (2, 2), "replies are told from reports"
+    theirs.shutdown(socket.SHUT_RDWR)
+    theirs.close()
+    await serving
+    assert not launcher.followers
 
 
 class Screen(Lines):
@@ -160,3 +178,19 @@ async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
     child.send(signal.SIGTERM)
     await keeper
     assert starts.empty()
+
+
+@pytest.mark.processes
+async def test_who_ends_again_and_again_is_reported_with_a_longer_wait_each_time(starts: asyncio.Queue[int]) -> None:
+    """Each process is ready at once, and killed; the last wait ends because the worker is not wanted any more."""
+    reports: asyncio.Queue[AbsenceReport] = asyncio.Queue()
+    config = WorkerConfig(role="decode", model="m")
+    child = ChildProcess("decode-0", config, cores.Share(None, 0), Screen(), on_absence=reports.put_nowait)
+    keeper = asyncio.create_task(child.keep())
+    for restart_in_s in (0.01, 0.02, 0.04, 0.08):
+        os.kill(await starts.get(), signal.SIGKILL)
+        report = await reports.get()
+        assert (report.name, report.restart_in_s) == ("decode-0", restart_in_s) and "SIGKILL" in report.why
+    child.leave()
+    await keeper
+    assert reports.get_nowait() == AbsenceReport(WorkerName("decode-0"), "", 0.0)
