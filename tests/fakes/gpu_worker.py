@@ -20,7 +20,7 @@ UUID = "GPU-1111"
 
 
 def _report(pipe: Path, nvml: FakeNvml) -> None:
-    with pipe.open("r+") as lines:  # for writing too, so that it does not end
+    with os.fdopen(os.open(pipe, os.O_RDWR)) as lines:  # for writing too, so that it does not end
         for line in lines:
             nvml.report(UUID, int(line))
 
