@@ -13,18 +13,20 @@ import os
 import platform
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.worker import WorkerConfig
-from common.core.errors import StartError
+from common.core.errors import DeviceLost, StartError
 from common.core.ids import WorkerName, new_incarnation
+from common.kv.gpu_budget import Share
 from common.net.hosts import host_id
 from common.net.keys import ClusterKeys
 from common.net.messages import PROTOCOL, Hello
 from common.net.sockets import Channels, is_local, nearby
-from common.platform import device, malloc, open_files, threads
+from common.platform import device, gpu, malloc, open_files, threads
 from common.platform.core_lease import MAX_CORES, CoreLease, Lending
 from common.worker.loop import Worker, WorkerSettings
 from deploy import gpu_watch
@@ -41,6 +43,8 @@ CPU_BATCHED_TOKENS = 512
 """Default chunk size on a CPU, in tokens: large enough to keep its matrix units busy, small enough to keep the pauses
 of streams on a colocated worker short."""
 GPU_BATCHED_TOKENS = 2048
+DEVICE_LOST = 71
+"""Exit code of a worker whose GPU has failed: EX_OSERR of sysexits.h."""
 AHEAD_BYTES = 256 << 20
 """Bytes of the KV pool beyond its peak use that are pre-faulted while idle. The rest takes memory on first use."""
 DECODE_ROWS_HINT = 16
@@ -65,28 +69,37 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     malloc.keep_freed()
     open_files.raise_limit()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-    with _ranks(config) as ranks:
-        worker = build(config, checkpoint, keys or config.keys_of(config.role), ranks)
-        with _borrowing(lent, others) as worker.cores:
-            gc.freeze()  # the model lives as long as the process: collections need not traverse it
-            worker.run()
+    try:
+        machine = _device(config)
+        with _ranks(config, machine) as ranks:
+            worker = build(config, checkpoint, keys or config.keys_of(config.role), machine, ranks)
+            with _borrowing(lent, others) as worker.cores:
+                gc.freeze()  # the model lives as long as the process: collections need not traverse it
+                worker.run()
+    except (DeviceLost, RuntimeError) as error:
+        if (lost := _device_lost(error)) is None:
+            raise
+        _leave(lost)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already exiting: another SIGTERM must not change the exit code
     return 0
 
 
 def build(
-    config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None, ranks: RankGroup | None = None
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    keys: ClusterKeys | None,
+    machine: device.Device,
+    ranks: RankGroup | None = None,
 ) -> Worker:
-    """Load the engine of ``checkpoint``, warm it up, and return a worker of the configured role, ready to run.
-    ``ranks``: the other ranks of a tensor-parallel worker."""
+    """Load the engine of ``checkpoint`` on ``machine``, warm it up, and return a worker of the configured role, ready
+    to run. ``ranks``: the other ranks of a tensor-parallel worker."""
     status.report("importing", text="torch and transformers")
-    machine = device.probe_cpu()
     monitor = gpu_watch.start(machine)
     own = cores.choose(config.cores)
     device.pin(*_shares(config)[0])
     threads.compute()
-    batched_tokens = _batched_tokens(config)
-    engine = _load(config, checkpoint, batched_tokens, ranks)
+    batched_tokens = _batched_tokens(config, machine)
+    engine = _load(config, checkpoint, machine, batched_tokens, ranks)
     status.report("warming up")
     step_times = engine.warm_up()
     address = f"tcp://{config.coordinator}"
@@ -116,22 +129,32 @@ def build(
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         max_model_len=engine.max_model_len,
-        device=machine.kind,
+        device=machine.kind if machine.gpu is None else f"{machine.address} ({machine.name})",
         dtype=engine.layout.dtype,
         notes=list(engine.notes),
     )
     return worker
 
 
-def _batched_tokens(config: WorkerConfig) -> int:
+def _device(config: WorkerConfig) -> device.Device:
+    """Return the device to compute on. Raises StartError if it cannot be used."""
+    machine, why = device.choose(config.device)
+    if machine.gpu is not None:
+        gpu.number_by_bus()
+    elif why:
+        log.warning("%s", why)
+    return machine
+
+
+def _batched_tokens(config: WorkerConfig, machine: device.Device) -> int:
     """Return the most tokens of a step."""
-    default = CPU_BATCHED_TOKENS if device.probe_cpu().kind == "cpu" else GPU_BATCHED_TOKENS
+    default = CPU_BATCHED_TOKENS if machine.gpu is None else GPU_BATCHED_TOKENS
     return max(config.max_num_batched_tokens or default, config.max_num_seqs)
 
 
-def _batch_hint(config: WorkerConfig) -> int:
+def _batch_hint(config: WorkerConfig, machine: device.Device) -> int:
     """Return the typical number of rows of a step, for which the weights are packed."""
-    return _batched_tokens(config) if config.role == "prefill" else DECODE_ROWS_HINT
+    return _batched_tokens(config, machine) if config.role == "prefill" else DECODE_ROWS_HINT
 
 
 def _shares(config: WorkerConfig) -> list[cores.Share]:
@@ -142,14 +165,14 @@ def _shares(config: WorkerConfig) -> list[cores.Share]:
 
 
 @contextlib.contextmanager
-def _ranks(config: WorkerConfig) -> Iterator[RankGroup | None]:
+def _ranks(config: WorkerConfig, machine: device.Device) -> Iterator[RankGroup | None]:
     """Run the other ranks of a tensor-parallel worker within the block; None without tensor parallelism."""
     if config.tensor_parallel_size == 1:
         yield None
         return
     from deploy.ranks.group import RankGroup
 
-    with RankGroup(config, _shares(config), _batch_hint(config), _end) as ranks:
+    with RankGroup(config, _shares(config), _batch_hint(config, machine), _end) as ranks:
         yield ranks
 
 
@@ -161,8 +184,14 @@ def _end(error: StartError) -> NoReturn:
     os._exit(1)
 
 
-def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int, ranks: RankGroup | None) -> ModelEngine:
-    """Load the engine of ``checkpoint``. Imports torch, after all cheaper checks."""
+def _load(
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    machine: device.Device,
+    batched_tokens: int,
+    ranks: RankGroup | None,
+) -> ModelEngine:
+    """Load the engine of ``checkpoint`` on ``machine``. Imports torch, after all cheaper checks."""
     from common.attention.registry import Wanted
     from common.engine.loading import load_engine
 
@@ -174,16 +203,18 @@ def _load(config: WorkerConfig, checkpoint: Checkpoint, batched_tokens: int, ran
         leader = Leader(SharedMemoryCollective(0, ranks.size, ranks.wiring), ranks.channel)
     return load_engine(
         checkpoint,
+        machine=machine,
         dtype=config.dtype,
         quantization=config.quantization,
         attention=Wanted(config.attention, config.prefill_attention, config.decode_attention),
         max_model_len=config.max_model_len,
-        kv_bytes=kv_bytes(config, config.workers_on_host),
+        kv_bytes=kv_bytes(config, config.workers_on_host) if machine.gpu is None else config.kv_cache_memory,
+        gpu_share=Share(config.gpu_memory_utilization, config.workers_on_gpu),
         num_kv_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_batched_tokens=batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        batch_hint=_batch_hint(config),
+        batch_hint=_batch_hint(config, machine),
         progress=_loading,
         trust_remote_code=config.trust_remote_code,
         leader=leader,
@@ -237,6 +268,30 @@ def _borrowing(lent: CoreLease | None, others: Sequence[int]) -> Iterator[CoreLe
     finally:
         library.give_back()
         lent.close()
+
+
+def _device_lost(error: DeviceLost | RuntimeError) -> DeviceLost | None:
+    """Return what ``error`` says about a GPU that has failed for good; None if it is another error."""
+    if isinstance(error, DeviceLost):
+        return error
+    from common.engine import faults  # imports torch, which is there by now if a GPU can have failed
+
+    try:
+        faults.raise_if_lost(error)
+    except DeviceLost as lost:
+        return lost
+    return None
+
+
+def _leave(lost: DeviceLost) -> NoReturn:
+    """End the process because its GPU has failed, without the clean-up of Python and CUDA, which can abort or hang."""
+    log.critical("the GPU has failed: %s; this worker ends, and its requests continue on others", lost)
+    status.failed(
+        StartError("the GPU has failed", str(lost), "see nvidia-smi and the kernel's log if it happens again")
+    )
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(DEVICE_LOST)
 
 
 def _loading(done: int, total: int, text: str) -> None:

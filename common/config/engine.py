@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,7 +10,9 @@ from common.config.options import (
     CPUS,
     SIZE,
     SWITCH,
+    OptionKind,
     count,
+    decimal,
     one_of,
     option,
     parse_cpus,
@@ -21,16 +24,34 @@ Quantization = Literal["none", "int8"]
 Attention = Literal["auto", "native", "cpu", "torch", "triton", "flash"]
 KvTransport = Literal["auto", "shm", "zmq", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def _parse_device(text: str) -> str:
+    if _DEVICE.fullmatch(text.lower()) is None:
+        raise ValueError(text)
+    return text.lower()
+
+
+DEVICE = OptionKind("DEVICE", "auto, cpu, cuda or cuda:N", _parse_device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of one worker's engine."""
 
+    device: str = option(
+        "auto",
+        "where to compute: cpu, cuda (tandem up divides the visible GPUs among its workers), cuda:N (visible GPU N), "
+        "or auto (GPUs if the driver shows any and torch is built with CUDA, else the CPU)",
+        DEVICE,
+        "model",
+    )
+
     dtype: Dtype = option(
         "auto",
-        "element type of weights, activations and KV; auto is the checkpoint's, or float32 on CPUs "
-        "without bf16 instructions",
+        "element type of weights, activations and KV; auto is the checkpoint's, or where that is bfloat16 float32 on "
+        "CPUs and float16 on GPUs that have no bfloat16",
         one_of("auto", "float32", "bfloat16", "float16"),
         "model",
     )
@@ -73,7 +94,14 @@ class EngineOptions:
         SIZE,
         "memory",
         aliases=("--kv-cache-memory-bytes",),
-        shown_default="a quarter of the free memory, divided among the workers; at most 4GiB each",
+        shown_default="a quarter of the free memory, divided among the workers, at most 4GiB each; on a GPU what "
+        "--gpu-memory-utilization leaves",
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "part of a GPU's memory that the workers on it may take for weights, activations and KV",
+        decimal(0.01, 1),
+        "memory",
     )
     num_kv_blocks: int | None = option(
         None,

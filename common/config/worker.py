@@ -55,6 +55,12 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
         count(1, 4096),
         "memory",
     )
+    workers_on_gpu: int = option(
+        1,
+        "number of workers that share this one's GPU, among which --gpu-memory-utilization is divided",
+        count(1, 4096),
+        "memory",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from errno import EADDRNOTAVAIL
 
@@ -13,21 +13,23 @@ from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import NOT_OURS, StartError, reason
 from common.kv.budget import fit, human_bytes
-from common.kv.layout import KvLayout
+from common.kv.gpu_budget import Share, most_for_kv
+from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout
 from common.platform import device, memory
 from deploy.launcher import cores
+from deploy.launcher.gpus import Place, address
 
 PROCESS_BYTES = 256 << 20
 """Memory of a worker, or of one of its ranks, without model and KV: the interpreter, torch, transformers."""
 
 
 @contextlib.contextmanager
-def check_up(config: UpConfig, workers: int) -> Iterator[UpConfig]:
-    """Check the start of ``workers`` workers and yield ``config`` with free ports in place of port 0. The ports are
+def check_up(config: UpConfig, places: Sequence[Place]) -> Iterator[UpConfig]:
+    """Check the start of workers at ``places`` and yield ``config`` with free ports in place of port 0. The ports are
     reserved within the block. Raises StartError."""
     config.check_binds()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-    check_memory(checkpoint, config, workers)
+    check_memory(checkpoint, config, len(places), places)
     check_text(checkpoint, config)
     if config.port == config.control_port != 0:
         raise StartError(
@@ -46,15 +48,18 @@ def check_up(config: UpConfig, workers: int) -> Iterator[UpConfig]:
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
     """Check the start of one worker without a launcher. Raises StartError."""
     cores.choose(config.cores)
-    check_memory(checkpoint, config, config.workers_on_host)
+    gpus, _ = device.usable_gpus(config.device)
+    place = Place(address(gpus[0]), gpus[0], config.workers_on_gpu) if gpus else Place()
+    check_memory(checkpoint, config, config.workers_on_host, [place] if gpus else [place] * config.workers_on_host)
     if config.role == "decode":
         claim_port(config.host, 0, "--host").close()
 
 
 def check_memory(
-    checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int, added: int | None = None
+    checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int, coming: Sequence[Place]
 ) -> None:
-    """Check the memory of ``workers`` workers, ``added`` of which are not started yet (None: all of them).
+    """Check the memory of the workers that are to be started, at the places ``coming``; ``workers`` is the number of
+    workers on this machine once they run.
 
     Raises StartError if a KV pool cannot hold one full-length request, by the same rule as the engine, or if this
     machine has too little free memory for the new workers and their full KV pools; the kernel would kill a process once
@@ -62,19 +67,39 @@ def check_memory(
     """
     if (layers := checkpoint.kv_layers()) is None:
         return
-    dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, device.probe_cpu())
-    layout = KvLayout(layers, dtype, config.block_size)
-    plan = fit(
-        layout,
-        checkpoint.max_position,
-        config.max_model_len,
-        kv_bytes=kv_bytes(config, workers),
-        num_kv_blocks=config.num_kv_blocks,
-        limit=checkpoint.position_limit,
-    )
-    wanted, free = plan.blocks * layout.block_bytes, memory.free_memory()
-    coming = workers if added is None else added
-    process = checkpoint.weight_bytes + PROCESS_BYTES * _ranks(config)
+    for place in dict.fromkeys(coming):
+        machine = device.probe_cpu() if place.gpu is None else device.probe_gpu(place.gpu)
+        dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, machine)
+        layout = KvLayout(layers, dtype, config.block_size)
+        plan = fit(
+            layout,
+            checkpoint.max_position,
+            config.max_model_len,
+            kv_bytes=_most_for_kv(checkpoint, config, workers, place, dtype),
+            num_kv_blocks=config.num_kv_blocks,
+            limit=checkpoint.position_limit,
+        )
+        if place.gpu is None:
+            _check_host(checkpoint, plan.blocks * layout.block_bytes, coming.count(place), _ranks(config))
+
+
+def _most_for_kv(
+    checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int, place: Place, dtype: KvDtype
+) -> int:
+    """Return the bytes of KV that a worker at ``place`` can have. Raises StartError if its weights do not fit."""
+    if place.gpu is None:
+        return kv_bytes(config, workers)
+    weights = checkpoint.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[checkpoint.dtype]
+    share = Share(config.gpu_memory_utilization, place.sharing)
+    most = most_for_kv(place.gpu.total_bytes, place.gpu.free_bytes, weights, share)
+    return most if config.kv_cache_memory is None else config.kv_cache_memory
+
+
+def _check_host(checkpoint: Checkpoint, wanted: int, coming: int, ranks: int) -> None:
+    """Check this machine's memory for ``coming`` workers on the CPU with ``ranks`` ranks and ``wanted`` bytes of KV
+    each."""
+    free = memory.free_memory()
+    process = checkpoint.weight_bytes + PROCESS_BYTES * ranks
     if process * coming > free:
         raise StartError(
             f"cannot start {coming} workers",

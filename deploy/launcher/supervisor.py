@@ -34,9 +34,12 @@ from common.net.hosts import bracketed
 from common.net.http_client import HttpClient
 from common.net.messages import Role
 from common.platform.core_lease import CoreLease, Lending
+from common.platform.device import usable_gpus
+from common.platform.gpu import Gpu
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
 from deploy.launcher.child import ChildProcess
+from deploy.launcher.gpus import Place, address, deal
 from deploy.launcher.ipc import AbsenceReport, Pools
 from deploy.launcher.preflight import check_memory, check_up
 from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts
@@ -61,10 +64,13 @@ def run(config: UpConfig) -> int:
         setup_logging(config.log_level, config.log_format, "up", sys.stdout)
     screen: Screen = Terminal(console) if console.is_terminal else Lines()
     config, notice = builtin.with_model(config, os.environ)
-    fleet = plan(config)
-    with check_up(config, len(fleet)) as config:
+    gpus, why = usable_gpus(config.device)
+    fleet = plan(config, gpus)
+    with check_up(config, [member.place for member in fleet]) as config:
         origin = f" ({config.model})" if config.model != config.served_name else ""
         screen.begin(f"tandem: {config.served_name}{origin}", notice)
+        if why and not gpus:
+            screen.fact(why)
         try:
             return asyncio.run(Supervisor(config, fleet, screen).run())
         finally:
@@ -86,29 +92,42 @@ def _role(child: ChildProcess) -> Role | None:
     return child.config.role if isinstance(child.config, WorkerConfig) else None
 
 
+def _place(child: ChildProcess, gpus: Sequence[Gpu]) -> Place:
+    """Return where ``child`` computes."""
+    if not isinstance(child.config, WorkerConfig):
+        return Place()
+    gpu = next((each for each in gpus if address(each) == child.config.device), None)
+    return Place(child.config.device, gpu, child.config.workers_on_gpu)
+
+
 class Member(NamedTuple):
-    """A planned worker: its name, role and cores."""
+    """A planned worker: its name, role and cores, and the device that it computes on."""
 
     label: str
     role: Role
     share: cores.Share
+    place: Place
 
 
-def plan(config: UpConfig) -> list[Member]:
-    """Return the workers to start and their cores. Raises StartError if ``--cpus`` names no usable core."""
+def plan(config: UpConfig, gpus: Sequence[Gpu] = ()) -> list[Member]:
+    """Return the workers to start, their cores and their places on ``gpus``. Raises StartError if ``--cpus`` names no
+    usable core."""
     mine, quota = machine(config)
     prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
     counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
     names: list[tuple[str, Role]] = [(f"{role}-{index}", role) for role, count in counts for index in range(count)]
     ranks = [config.ranks_of(role) for _, role in names]
-    return members(names, ranks, cores.deal(mine, sum(ranks), quota, config.threads))
+    return members(names, ranks, cores.deal(mine, sum(ranks), quota, config.threads), deal(gpus, len(names)))
 
 
-def members(names: Sequence[tuple[str, Role]], ranks: Sequence[int], shares: Sequence[cores.Share]) -> list[Member]:
-    """Return the workers called ``names``; ``shares`` are those of all their ranks, one worker after another."""
+def members(
+    names: Sequence[tuple[str, Role]], ranks: Sequence[int], shares: Sequence[cores.Share], places: Sequence[Place]
+) -> list[Member]:
+    """Return the workers called ``names`` at ``places``; ``shares`` are those of all their ranks, one worker after
+    another."""
     rest = iter(shares)
     joined = [cores.joined([next(rest) for _ in range(count)]) for count in ranks]
-    return [Member(label, role, share) for (label, role), share in zip(names, joined, strict=True)]
+    return [Member(*name, share, place) for name, share, place in zip(names, joined, places, strict=True)]
 
 
 def machine(config: UpConfig) -> tuple[list[int], int | None]:
@@ -214,9 +233,12 @@ class Supervisor:
             workers_on_host=workers,
             threads=member.share.threads,
             cpus=member.share.cpus or self._config.cpus,
+            device=member.place.device,
+            workers_on_gpu=member.place.sharing,
         )
-        lending = None  # only one process of a worker could lend or borrow
-        if self._lent is not None and member.share.cores is not None and config.tensor_parallel_size == 1:
+        lending = None  # only one process of a worker on the CPU could lend or borrow
+        alone = config.tensor_parallel_size == 1 and member.place.gpu is None
+        if self._lent is not None and member.share.cores is not None and alone:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
         return ChildProcess(
             member.label, config, member.share, self._screen, self._keys[member.role], lending=lending,
@@ -382,8 +404,9 @@ class Supervisor:
                 child.send(signal.SIGKILL)
 
     async def _change(self, wanted: Mapping[Role, int]) -> Pools:
-        coming, leaving = self._difference(wanted)
-        await asyncio.to_thread(self._check_memory, len(coming))
+        gpus, _ = await asyncio.to_thread(usable_gpus, self._config.device)
+        coming, leaving = self._difference(wanted, gpus)
+        await asyncio.to_thread(self._check_memory, coming, gpus)
         self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
         at_once = asyncio.Semaphore(os.cpu_count() or 1)  # each start uses a core
 
@@ -428,7 +451,9 @@ class Supervisor:
         wanted: dict[Role, int | None] = {"prefill": prefill, "decode": decode}
         return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
 
-    def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[ChildProcess], list[ChildProcess]]:
+    def _difference(
+        self, wanted: Mapping[Role, int], gpus: Sequence[Gpu]
+    ) -> tuple[list[ChildProcess], list[ChildProcess]]:
         """Return the workers to start, not started yet, and the workers to drain."""
         names: list[tuple[str, Role]] = []
         leaving: list[ChildProcess] = []
@@ -443,14 +468,15 @@ class Supervisor:
         mine, quota = machine(self._config)
         ranks = [self._config.ranks_of(role) for _, role in names]
         shares = cores.deal_more(mine, staying, sum(ranks), quota, self._config.threads) if names else []
-        coming = members(names, ranks, shares)
+        places = deal(gpus, len(names), [_place(child, gpus).device for child in self._children[1:]])
+        coming = members(names, ranks, shares, places)
         return [self._make_worker(member, len(staying) + len(coming)) for member in coming], leaving
 
-    def _check_memory(self, added: int) -> None:
-        if added:
-            config = self._config
+    def _check_memory(self, coming: Sequence[ChildProcess], gpus: Sequence[Gpu]) -> None:
+        if coming:
+            config, workers = self._config, len(self._children) - 1 + len(coming)
             checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-            check_memory(checkpoint, config, len(self._children) - 1 + added, added)
+            check_memory(checkpoint, config, workers, [_place(child, gpus) for child in coming])
 
     async def _grow(self, child: ChildProcess) -> None:
         """Start a worker and wait until it is ready. Raises StartError and forgets it if it cannot start, or if a later

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.attention.registry import Wanted
 from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
@@ -61,7 +62,7 @@ def load(checkpoint: Callable[[str], Path], cuda: dict[str, Any]) -> Iterator[Ca
     engines: list[ModelEngine] = []
 
     def load(**options: Any) -> ModelEngine:
-        fields: dict[str, Any] = {"machine": stand_in(), "dtype": "float32", "attention": "torch_ref"}
+        fields: dict[str, Any] = {"machine": stand_in(), "dtype": "float32", "attention": Wanted("torch")}
         fields |= {"max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
         engines.append(load_engine(open_checkpoint(str(checkpoint("llama"))), **(fields | options)))
         return engines[-1]

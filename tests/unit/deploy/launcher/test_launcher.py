@@ -25,6 +25,7 @@ from common.platform.log import JsonFormatter, TextFormatter
 from deploy.cli import main as cli
 from deploy.launcher import builtin, cores, preflight, status
 from deploy.launcher.child import how_it_ended
+from deploy.launcher.gpus import Place
 from deploy.launcher.preflight import check_up, claim_port
 from deploy.launcher.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.launcher.supervisor import reachable
@@ -210,27 +211,27 @@ def test_two_free_ports_are_never_the_same(
 
     monkeypatch.setattr(preflight, "claim_port", claim)
     config = UpConfig(model=str(fake_checkpoint(tmp_path)), port=port, control_port=control, max_model_len=64)
-    with check_up(config, 2) as checked:
+    with check_up(config, [Place()] * 2) as checked:
         assert (checked.port, checked.control_port) == (8000, 8001)
         assert sorted(kept) == [8000, 8001]
     assert not kept
     with pytest.raises(StartError, match="both 8000"):
-        check_up(replace(config, port=8000, control_port=8000), 2).__enter__()
+        check_up(replace(config, port=8000, control_port=8000), [Place()] * 2).__enter__()
 
 
 def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
     model = fake_checkpoint(tmp_path / "model")
     config = UpConfig(model=str(model), port=0, control_port=0, max_model_len=64)
-    with check_up(config, 2) as checked:
+    with check_up(config, [Place()] * 2) as checked:
         assert checked.port > 0
     with pytest.raises(StartError, match="template"):
-        check_up(replace(config, chat_template="{% for %}"), 2).__enter__()
+        check_up(replace(config, chat_template="{% for %}"), [Place()] * 2).__enter__()
     (model / "tokenizer.json").write_text("{")
     with pytest.raises(StartError, match="cannot read"):
-        check_up(config, 2).__enter__()
+        check_up(config, [Place()] * 2).__enter__()
     (model / "tokenizer.json").unlink()
     with pytest.raises(StartError, match="has no tokenizer"):
-        check_up(config, 2).__enter__()
+        check_up(config, [Place()] * 2).__enter__()
 
 
 def test_addresses_that_clients_can_use() -> None:

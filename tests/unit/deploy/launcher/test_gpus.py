@@ -1,0 +1,97 @@
+"""Which worker gets which GPU, and what a start on GPUs checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.files import open_checkpoint
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
+from common.core.errors import StartError
+from common.platform import device
+from common.platform.gpu import Gpu
+from deploy.launcher import preflight, supervisor
+from deploy.launcher.gpus import Place, deal
+from tests.fakes import nvml
+from tests.fakes.checkpoint import fake_checkpoint
+from tests.fakes.nvml import two_gpus
+
+GIB = 1 << 30
+
+
+def gpus(count: int, total: int = 80 * GIB, free: int = 79 * GIB) -> list[Gpu]:
+    return [Gpu(index, f"GPU-{index}", "test", total, free, (9, 0)) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("there_are", "workers", "expected"),
+    [
+        (0, 2, [("cpu", 1), ("cpu", 1)]),
+        (1, 2, [("cuda:0", 2), ("cuda:0", 2)]),
+        (2, 2, [("cuda:0", 1), ("cuda:1", 1)]),
+        (2, 3, [("cuda:0", 2), ("cuda:1", 1), ("cuda:0", 2)]),
+        (4, 2, [("cuda:0", 1), ("cuda:1", 1)]),
+        (2, 0, []),
+    ],
+)
+def test_gpus_are_divided_among_the_workers(there_are: int, workers: int, expected: list[tuple[str, int]]) -> None:
+    places = deal(gpus(there_are), workers)
+    assert [(place.device, place.sharing) for place in places] == expected
+    assert all((place.gpu is None) == (place.device == "cpu") for place in places)
+
+
+def test_new_workers_go_where_the_fewest_are() -> None:
+    places = deal(gpus(3), 3, ["cuda:0", "cuda:0", "cuda:2", "cpu"])
+    assert [(place.device, place.sharing) for place in places] == [("cuda:1", 2), ("cuda:1", 2), ("cuda:2", 2)]
+
+
+def test_up_gives_each_worker_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, two_gpus())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    config = UpConfig(model="m", prefill=1, decode=2)
+    fleet = supervisor.plan(config, device.usable_gpus(config.device)[0])
+    assert [(member.label, member.place.device, member.place.sharing) for member in fleet] == [
+        ("prefill-0", "cuda:0", 2), ("decode-0", "cuda:1", 1), ("decode-1", "cuda:0", 2)
+    ]  # fmt: skip
+    one = replace(config, device="cuda:1")
+    assert {member.place.device for member in supervisor.plan(one, device.usable_gpus(one.device)[0])} == {"cuda:1"}
+    assert {member.place.device for member in supervisor.plan(replace(config, device="cpu"))} == {"cpu"}
+
+
+@pytest.mark.parametrize("wanted", ["cuda:9999", "gpu", "cuda:", "cuda:-1", ""])
+def test_a_device_that_cannot_be_is_refused(wanted: str) -> None:
+    from common.config.engine import DEVICE
+
+    with pytest.raises(ValueError):
+        DEVICE.parse(wanted)
+    assert DEVICE.parse("CUDA:3") == "cuda:3"
+
+
+def test_a_start_on_gpus_checks_their_memory_not_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(str(fake_checkpoint(tmp_path / "m")))
+    config = UpConfig(model="m", max_model_len=64)
+    monkeypatch.setattr("common.platform.memory.free_memory", lambda: 1)
+    preflight.check_memory(checkpoint, config, 2, deal(gpus(1), 2))
+    with pytest.raises(StartError, match="too little GPU memory for weights"):
+        preflight.check_memory(checkpoint, config, 2, deal(gpus(1, total=1 << 20), 2))
+    with pytest.raises(StartError, match="cannot start 2 workers"):
+        preflight.check_memory(checkpoint, replace(config, kv_cache_memory=1 << 20), 2, [Place()] * 2)
+
+
+def test_a_worker_by_itself_checks_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(str(fake_checkpoint(tmp_path / "m")))
+    small = two_gpus()
+    small[1].total = small[1].free = 1 << 20
+    nvml.install(monkeypatch, small)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    config = WorkerConfig(model="m", role="prefill", max_model_len=64)
+    preflight.check_worker(checkpoint, config)
+    with pytest.raises(StartError, match="too little GPU memory"):
+        preflight.check_worker(checkpoint, replace(config, device="cuda:1"))
+    with pytest.raises(StartError, match="there is no cuda:2"):
+        preflight.check_worker(checkpoint, replace(config, device="cuda:2"))
