@@ -1,7 +1,7 @@
 """``python -m tests.chaos``: the failure matrix, and faults under load.
 
     python -m tests.chaos all                                                 what ``make chaos`` runs
-    python -m tests.chaos matrix [--only TEXT] [--houses 3]                   every fault in every phase
+    python -m tests.chaos matrix [--only TEXT] [--clusters 3]                 every fault in every phase
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load, over each link
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one KV frame in twenty is broken
     python -m tests.chaos soak [--requests 10000] [--every 20] [--state FILE] a fault every 20 s, 10 % of clients leave
@@ -27,15 +27,15 @@ from pathlib import Path
 
 from tests.chaos import load, matrix, overload, soak
 from tests.chaos.cells import CELLS
+from tests.chaos.cluster import clock
 from tests.chaos.host import undisturbed
-from tests.chaos.house import clock
 from tests.chaos.load import HEADER, Figures
 
 
 def _matrix(options: argparse.Namespace) -> tuple[bool, str]:
     cells = [cell for cell in CELLS if options.only in cell.id]
     started = clock()
-    results = asyncio.run(matrix.run(cells, options.directory, options.houses))
+    results = asyncio.run(matrix.run(cells, options.directory, options.clusters))
     return all(result.passed for result in results), matrix.markdown(results, clock() - started)
 
 
@@ -104,7 +104,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     cells = commands.add_parser("matrix", help="every fault in every phase of a request's life")
     cells.add_argument("--only", default="", help="cells whose name has this text")
-    cells.add_argument("--houses", type=int, default=3, help="systems side by side")
+    cells.add_argument("--clusters", type=int, default=3, help="systems side by side")
     cells.set_defaults(run=_matrix)
     loads = commands.add_parser("load", help="one fault under load, scenario by scenario")
     loads.add_argument("--only", default="", help="scenarios whose name has this text")
@@ -131,7 +131,7 @@ def main() -> int:
     hang_ups.add_argument("--count", type=int, default=100)
     hang_ups.set_defaults(run=_aborts)
     everything = commands.add_parser("all", help="matrix, load, frames, aborts and overload")
-    everything.set_defaults(run=_all, only="", houses=3, at_once=64, rate=0.01, count=100)
+    everything.set_defaults(run=_all, only="", clusters=3, at_once=64, rate=0.01, count=100)
     for command in commands.choices.values():
         command.add_argument("--report", type=Path, help="file for the tables")
     options = parser.parse_args()

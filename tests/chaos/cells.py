@@ -39,7 +39,7 @@ BACK_S = 1.0
 SOON_S = 0.5
 """Allowance for a fault that should not delay anything."""
 BESIDE_S = 1.0
-"""Allowance for the delay of an answer's steps, or of two successive answers', by other houses on the same cores."""
+"""Allowance for the delay of an answer's steps, or of two successive answers', by other clusters on the same cores."""
 HELD_S = 10.0
 """The longest time that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
@@ -52,7 +52,7 @@ its client has not received."""
 EXPIRED_S = 0.5
 """Bound on the answer after a deadline, which is checked every 0.1 s."""
 STARTED_S = 3.0
-"""Time to start new workers: usually 0.4 s, up to 2 s while other houses start theirs."""
+"""Time to start new workers: usually 0.4 s, up to 2 s while other clusters start theirs."""
 REJOINED_S, USED_S = 3.0, 1.0
 """Time until the workers of a restarted coordinator are back, and until a restarted worker is used."""
 OUTLIVES_LEASE = 500
@@ -62,28 +62,28 @@ Measure = Literal["gap", "freed", "answer", "back", "unqueued"]
 
 @dataclass(frozen=True)
 class Kind:
-    """Flags of a house's workers and of its coordinator (``door``)."""
+    """Flags of a cluster's workers and of its coordinator (``coordinator_flags``)."""
 
     flags: tuple[str, ...] = ("--max-num-seqs", "2")
-    door: tuple[str, ...] = ()
+    coordinator_flags: tuple[str, ...] = ()
     each: int = 2
     """Number of workers of each role."""
 
 
 USUAL = Kind()
 """Two slots per decode worker: four requests fill all slots."""
-HURRIED = Kind(door=("--request-timeout", str(faults.DEADLINE_S)))
-IMPATIENT = Kind(flags=("--max-num-seqs", "8"), door=("--client-timeout", "1"))
-WAITS = Kind(door=("--no-prefill-policy", "wait"))
-REJECTS = Kind(door=("--no-prefill-policy", "reject"))
-ALONE_WAITS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "wait"), each=1)
-ALONE_REJECTS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "reject"), each=1)
+HURRIED = Kind(coordinator_flags=("--request-timeout", str(faults.DEADLINE_S)))
+IMPATIENT = Kind(flags=("--max-num-seqs", "8"), coordinator_flags=("--client-timeout", "1"))
+WAITS = Kind(coordinator_flags=("--no-prefill-policy", "wait"))
+REJECTS = Kind(coordinator_flags=("--no-prefill-policy", "reject"))
+ALONE_WAITS = Kind(("--max-num-seqs", "8"), coordinator_flags=("--no-prefill-policy", "wait"), each=1)
+ALONE_REJECTS = Kind(("--max-num-seqs", "8"), coordinator_flags=("--no-prefill-policy", "reject"), each=1)
 HASTY = Kind(("--max-num-seqs", "2", "--drain-timeout", "0.1"))
 PROMISED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
 """Per decode worker: blocks for two requests of 320 + 512 tokens, and slots for two more."""
 FILLED = Kind(flags=("--max-num-seqs", "4", "--blocks", str(faults.POOL_BLOCKS)))
 """Blocks for the same two requests and one of 320 + 60 tokens, but not for it and two streams of 320 + 700."""
-STRICT = Kind(door=("--max-queued-requests", "1"))
+STRICT = Kind(coordinator_flags=("--max-queued-requests", "1"))
 CRAMPED = PROMISED
 """The same limits; two streams of 320 + 700 tokens do not fit either."""
 
@@ -92,10 +92,10 @@ CRAMPED = PROMISED
 class Cell:
     """One fault in one phase.
 
-    ``expect`` is the expected verdict on the request's answer (see :meth:`tests.chaos.house.Ask.verdict`),
+    ``expect`` is the expected verdict on the request's answer (see :meth:`tests.chaos.cluster.ChaosRequest.verdict`),
     ``neighbours`` that on the other requests. ``arranged`` is the phase in which the fault is set up, if that is an
-    earlier one. ``output`` is the number of tokens requested, ``stream`` whether they are streamed, ``house`` the kind
-    of house needed. ``turn_s`` bounds the time without a token of a request that was queued."""
+    earlier one. ``output`` is the number of tokens requested, ``stream`` whether they are streamed, ``cluster`` the
+    kind of cluster needed. ``turn_s`` bounds the time without a token of a request that was queued."""
 
     name: str
     phase: Phase
@@ -107,7 +107,7 @@ class Cell:
     neighbours: str = "exact"
     output: int = OUTPUT
     stream: bool = True
-    house: Kind = USUAL
+    cluster: Kind = USUAL
     turn_s: float = TURN_S + BESIDE_S + SOON_S
 
     @property
@@ -156,7 +156,7 @@ CELLS: list[Cell] = [
     *_row("client disconnects", faults.client_leaves, "gone",
           dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),
     *_row("client disconnects", faults.queued_client_leaves, "gone", {"Q": UNQUEUED_S}, measure="unqueued"),
-    *_row("client stops reading", faults.client_stops_reading, "exact", {"S": 4.0}, measure="freed", house=IMPATIENT),
+    *_row("client stops reading", faults.client_stops_reading, "exact", {"S": 4.0}, measure="freed", cluster=IMPATIENT),
     *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL | _UNMOVED),
     *_row("prefill stopped", partial(faults.stop, "prefill"), "exact", _STOP | _UNMOVED),
     *_row("prefill stopped for 3 s", partial(faults.pause, "prefill"), "exact", _STOP | _UNMOVED),
@@ -199,17 +199,17 @@ CELLS: list[Cell] = [
     *_row("decode is not heard, its heart beats", partial(faults.cut_off_idle, "decode", "up"), "exact",
           {"Q": CUT_OFF_S}, arranged="idle"),
     *_row("decode is not heard, its heart beats", partial(faults.cut_off, "decode", "up"), "exact", _CUT_OFF),
-    *_row("prefill speaks, its heart is not heard", partial(faults.stop_heart, "prefill"), "exact",
+    *_row("prefill speaks, its heart is not heard", partial(faults.stop_heartbeats, "prefill"), "exact",
           {"P": _STOP["P"]}),
-    *_row("decode speaks, its heart is not heard", partial(faults.stop_heart, "decode"), "exact",
+    *_row("decode speaks, its heart is not heard", partial(faults.stop_heartbeats, "decode"), "exact",
           {"S": _STOP["S"]}),
     *_row("prefill leaves before it is done", partial(faults.outstay, "prefill"), "exact", {"P": _KILL["P"]},
-          house=HASTY),
-    *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact", _late(1.0), house=HASTY),
+          cluster=HASTY),
+    *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact", _late(1.0), cluster=HASTY),
     *_row("one hand-off fails, policy wait", faults.fail_hand_off, "exact", {"P": HUNG_S + RECOMPUTED_S},
-          house=ALONE_WAITS),
+          cluster=ALONE_WAITS),
     *_row("one hand-off fails, policy reject", faults.fail_hand_off, "exact", {"P": HUNG_S + RECOMPUTED_S},
-          house=ALONE_REJECTS),
+          cluster=ALONE_REJECTS),
     *_row("link P-D reset", partial(faults.reset, "data"), "exact", _CALM),
     *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
     *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact",
@@ -265,9 +265,9 @@ CELLS: list[Cell] = [
     *_row("decode restarts at its address", partial(faults.restart, "decode"), "exact", {"S": USED_S}, measure="back"),
     *_row("no prefill, policy local", partial(faults.no_prefill, "local"), "exact", {"Q": 1.0}, arranged="idle"),
     *_row("no prefill, policy wait", partial(faults.no_prefill, "wait"), "exact", {"Q": USED_S}, measure="back",
-          arranged="idle", house=WAITS),
+          arranged="idle", cluster=WAITS),
     *_row("no prefill, policy reject", partial(faults.no_prefill, "reject"), "error no_prefill_workers",
-          {"Q": REFUSED_S}, measure="answer", arranged="idle", house=REJECTS),
+          {"Q": REFUSED_S}, measure="answer", arranged="idle", cluster=REJECTS),
     *_row("no decode", faults.no_decode, "error no_decode_workers", {"Q": ALIVE_S + REFUSED_S}, measure="answer",
           arranged="idle"),
     *_row("every decode killed, none comes", partial(faults.kill_pool, "decode"), "error no_decode_workers",
@@ -281,16 +281,16 @@ CELLS: list[Cell] = [
           "S": STARTED_S}, output=4 * OUTPUT),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
     *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", EXPIRED_S),
-          measure="answer", neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),
-    *_row("overload", faults.overload, "exact", {"Q": 1.0}, house=STRICT),
-    *_row("decode pool full", partial(faults.find_pool_full, 8), "exact", {"Q": 1.0}, house=PROMISED, output=256),
-    *_row("decode pool full", partial(faults.fill_pool_beside, "P"), "exact", {"P": 3.0}, house=FILLED,
+          measure="answer", neighbours="error request_timeout", cluster=HURRIED, output=4 * OUTPUT),
+    *_row("overload", faults.overload, "exact", {"Q": 1.0}, cluster=STRICT),
+    *_row("decode pool full", partial(faults.find_pool_full, 8), "exact", {"Q": 1.0}, cluster=PROMISED, output=256),
+    *_row("decode pool full", partial(faults.fill_pool_beside, "P"), "exact", {"P": 3.0}, cluster=FILLED,
           arranged="idle"),
-    *_row("decode pool full", partial(faults.fill_pool_beside, "X"), "exact", {"X": 3.0}, house=FILLED,
+    *_row("decode pool full", partial(faults.fill_pool_beside, "X"), "exact", {"X": 3.0}, cluster=FILLED,
           arranged="idle"),
-    *_row("decode pool full", partial(faults.fill_pool_beside, "D"), "exact", {"D": 6.0}, house=FILLED,
+    *_row("decode pool full", partial(faults.fill_pool_beside, "D"), "exact", {"D": 6.0}, cluster=FILLED,
           arranged="idle"),
-    *_row("decode pool full", faults.fill_pool, "exact", {"S": 6.0}, house=CRAMPED, output=700),
+    *_row("decode pool full", faults.fill_pool, "exact", {"S": 6.0}, cluster=CRAMPED, output=700),
     *_row("decode drains", partial(faults.terminate, "decode"), "exact", _NONE | _FEWER, turn_s=_FEWER_TURN_S),
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ import msgspec
 from common.core.timeouts import FailureTimes
 from common.net.wire import DIGEST_BYTES
 from coordinator.routing.router import FAILED_PAIRS
-from tests.chaos.house import Worker, clock, state_of
+from tests.chaos.cluster import ChaosWorker, clock, state_of
 from tests.chaos.proxy import Action, Direction, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene, bring
 from tests.chaos.worker import KILLS_LATE
@@ -52,13 +52,13 @@ def _struck(scene: Scene) -> None:
 
 def _let_go(scene: Scene) -> None:
     """Release the data connections that a scene in phase X holds back."""
-    for worker in scene.house.by_role("decode"):
+    for worker in scene.cluster.by_role("decode"):
         worker.data.release()
 
 
 def _coordinator(scene: Scene) -> Any:
-    assert scene.house.coordinator is not None
-    return scene.house.coordinator
+    assert scene.cluster.coordinator is not None
+    return scene.cluster.coordinator
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
@@ -79,24 +79,24 @@ async def queued_client_leaves(scene: Scene) -> Proof:
     proof = await client_leaves(scene)
 
     async def forgotten() -> bool:
-        return (await scene.house.requests())["waiting"] == 0
+        return (await scene.cluster.requests())["waiting"] == 0
 
-    await scene.house.poll(forgotten, ARRIVES_S, "the request waits no more")
+    await scene.cluster.poll(forgotten, ARRIVES_S, "the request waits no more")
     scene.unqueued_s = clock() - scene.struck_at
     return lambda: proof() and _stepped(scene) == known
 
 
 def _stepped(scene: Scene) -> set[str]:
     """Return the ids of all requests that appear in any worker's steps."""
-    return {step[1] for worker in scene.house.workers.values() for step in worker.steps()}
+    return {step[1] for worker in scene.cluster.workers.values() for step in worker.steps()}
 
 
 async def client_stops_reading(scene: Scene) -> Proof:
     """Another client reads five tokens of a long answer and then stops reading, without closing the connection."""
-    ask = scene.house.ask(64, LONG, extra={"n": CHOICES})
-    for worker in scene.house.by_role("decode"):
+    ask = scene.cluster.ask(64, LONG, extra={"n": CHOICES})
+    for worker in scene.cluster.by_role("decode"):
         worker.command(step_s=FAST_S)
-    reader, writer = await asyncio.open_connection(sock=await _narrow(scene.house.url), limit=NARROW_BYTES)
+    reader, writer = await asyncio.open_connection(sock=await _narrow(scene.cluster.url), limit=NARROW_BYTES)
     try:
         head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(ask.body())}\r\n\r\n".encode() + ask.body())
@@ -110,7 +110,7 @@ async def client_stops_reading(scene: Scene) -> Proof:
                 re.search(r'^tandem_clients_cut_off_total\{while="reading"\} 1\.0', await _metrics(scene), re.M)
             )
 
-        await scene.house.poll(cut, 10.0, "the client is cut off")
+        await scene.cluster.poll(cut, 10.0, "the client is cut off")
     finally:
         writer.transport.abort()
     return lambda: scene.ask.largest_gap(scene.struck_at) < UNDISTURBED_S
@@ -128,21 +128,21 @@ async def _narrow(url: str) -> socket.socket:
 
 
 async def _metrics(scene: Scene) -> str:
-    return (await scene.house.get("/metrics"))[1]
+    return (await scene.cluster.get("/metrics"))[1]
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
 async def kill(role: str, scene: Scene) -> Proof:
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     _struck(scene)
     proof = _kill(scene, worker)
     _let_go(scene)
     return proof
 
 
-def _kill(scene: Scene, worker: Worker) -> Proof:
+def _kill(scene: Scene, worker: ChaosWorker) -> Proof:
     """Kill a worker and discard what it has sent but its peers have not received, as when its host dies.
 
     Otherwise a hand-off that is held back in phase X might complete as if the worker had not died."""
@@ -150,13 +150,13 @@ def _kill(scene: Scene, worker: Worker) -> Proof:
     assert process is not None
     worker.wanted = False
     worker.signal(signal.SIGKILL)
-    for decode in scene.house.by_role("decode"):
+    for decode in scene.cluster.by_role("decode"):
         decode.data.reset(f"{worker.incarnation}|")
     return lambda: process.returncode == -signal.SIGKILL
 
 
 async def stop(role: str, scene: Scene) -> Proof:
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     worker.wanted = False
     _struck(scene)
     worker.signal(signal.SIGSTOP)
@@ -171,14 +171,14 @@ async def pause(role: str, scene: Scene) -> Proof:
     proof = await stop(role, scene)
     await asyncio.sleep(3.0)  # the length of the fault itself
     was = proof()
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     worker.signal(signal.SIGCONT)
     worker.wanted = True
     return lambda: was
 
 
 async def terminate(role: str, scene: Scene) -> Proof:
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     process = worker.process
     assert process is not None
     worker.wanted = False
@@ -203,18 +203,18 @@ async def outstay(role: str, scene: Scene) -> Proof:
 
 
 def _coordinators_log(scene: Scene) -> str:
-    return (scene.house.directory / "coordinator.log").read_text()
+    return (scene.cluster.directory / "coordinator.log").read_text()
 
 
 async def stick(role: str, knob: Literal["stuck_s", "jammed_s"], scene: Scene) -> Proof:
     """Make the engine hang in a step (``stuck_s``) or the worker loop between steps (``jammed_s``), while heartbeats
     continue."""
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     worker.wanted = False
     _struck(scene)
     worker.command(**{knob: STUCK_S})
     _let_go(scene)
-    stuck_at = await scene.house.until(
+    stuck_at = await scene.cluster.until(
         lambda: next((event["at"] for event in worker.events if event["event"] == "stuck"), None),
         ARRIVES_S,
         "the worker is stuck",
@@ -233,7 +233,7 @@ async def mute(scene: Scene) -> Proof:
 
 async def cut_off(role: str, direction: Direction, scene: Scene) -> Proof:
     """Lose everything to a worker (down) or from it (up), except heartbeats, which have another connection."""
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     return await _sever(worker, direction, "no answer over its control connection", scene)
 
 
@@ -242,9 +242,9 @@ async def cut_off_idle(role: str, direction: Direction, scene: Scene) -> Proof:
 
     Several requests arrive at once; the one with the largest gap, which becomes ``scene.ask``, was placed on this
     worker. A prefill worker whose messages are lost need not delay a request: decode sends the first token too."""
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     proof = await _sever(worker, direction, "no answer over its control connection", scene)
-    asks = [scene.ask, *(scene.house.ask(PROMPT, OUTPUT) for _ in range(COMERS - 1))]
+    asks = [scene.ask, *(scene.cluster.ask(PROMPT, OUTPUT) for _ in range(COMERS - 1))]
     for ask in asks:
         scene.send(ask)
     await scene.over()
@@ -254,12 +254,14 @@ async def cut_off_idle(role: str, direction: Direction, scene: Scene) -> Proof:
     return lambda: proof() and (met or (role, direction) == ("prefill", "up"))
 
 
-async def stop_heart(role: str, scene: Scene) -> Proof:
+async def stop_heartbeats(role: str, scene: Scene) -> Proof:
     """Lose a worker's heartbeats, while all its other messages arrive."""
     return await _sever(getattr(scene, role), "up", "silent", scene, beats=True)
 
 
-async def _sever(worker: Worker, direction: Direction, noticed: str, scene: Scene, *, beats: bool = False) -> Proof:
+async def _sever(
+    worker: ChaosWorker, direction: Direction, noticed: str, scene: Scene, *, beats: bool = False
+) -> Proof:
     """Make one connection between worker and coordinator lose everything in ``direction`` without breaking.
 
     Proof: the coordinator logs the reason ``noticed``, and the same process joins again over a new connection."""
@@ -287,24 +289,24 @@ async def replace_coordinator(scene: Scene) -> Proof:
     """Kill the coordinator, and start a new one at its addresses as soon as it is gone."""
     process, proof = _coordinator(scene), await kill_coordinator(scene)
     await process.wait()
-    await scene.house.start_coordinator()
+    await scene.cluster.start_coordinator()
     listens_at = clock()
-    await scene.house.until_ready()
+    await scene.cluster.until_ready()
     scene.back_s = clock() - listens_at
     return proof
 
 
 async def terminate_coordinator(scene: Scene) -> Proof:
     """Send SIGTERM to the coordinator. Proof: it finishes running requests and rejects new ones."""
-    process, refused = _coordinator(scene), scene.house.ask(64, 8)
+    process, refused = _coordinator(scene), scene.cluster.ask(64, 8)
     _struck(scene)
     process.terminate()
     _let_go(scene)
 
     async def drains() -> bool:
-        return "shutting down" in (await scene.house.get("/ready"))[1]
+        return "shutting down" in (await scene.cluster.get("/ready"))[1]
 
-    await scene.house.poll(drains, 1.0, "the coordinator drains")
+    await scene.cluster.poll(drains, 1.0, "the coordinator drains")
     await refused.send(scene.session)
     return lambda: bool(process.returncode == 0) and (refused.status, refused.error) == (503, "server_shutting_down")
 
@@ -312,7 +314,7 @@ async def terminate_coordinator(scene: Scene) -> Proof:
 async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
     """Stop the coordinator for ``seconds``. Proof: it declares no worker silent and moves no request, since it was
     absent itself."""
-    process, setbacks = _coordinator(scene), await scene.house.setbacks()
+    process, lost_attempts = _coordinator(scene), await scene.cluster.lost_attempts()
     _struck(scene)
     process.send_signal(signal.SIGSTOP)
     _let_go(scene)
@@ -320,14 +322,18 @@ async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
     stalled = state_of(process.pid) == "T"
     process.send_signal(signal.SIGCONT)
     await scene.over()
-    unmoved = await scene.house.setbacks() == setbacks
+    unmoved = await scene.cluster.lost_attempts() == lost_attempts
     return lambda: stalled and unmoved
 
 
 async def stop_everybody(seconds: float, scene: Scene) -> Proof:
     """Stop all processes for ``seconds``, as when a container is paused. Proof: afterwards no worker counts as silent
     and no step as too long."""
-    process, setbacks, workers = _coordinator(scene), await scene.house.setbacks(), scene.house.workers.values()
+    process, lost_attempts, workers = (
+        _coordinator(scene),
+        await scene.cluster.lost_attempts(),
+        scene.cluster.workers.values(),
+    )
     _struck(scene)
     for worker in workers:
         worker.signal(signal.SIGSTOP)
@@ -340,14 +346,14 @@ async def stop_everybody(seconds: float, scene: Scene) -> Proof:
         worker.signal(signal.SIGCONT)
     process.send_signal(signal.SIGCONT)
     await scene.over()
-    unmoved = await scene.house.setbacks() == setbacks
+    unmoved = await scene.cluster.lost_attempts() == lost_attempts
     return lambda: stopped and unmoved
 
 
 async def kill_pool(role: str, scene: Scene) -> Proof:
     """Kill every worker of a role."""
     _struck(scene)
-    proofs = [_kill(scene, worker) for worker in scene.house.by_role(role)]
+    proofs = [_kill(scene, worker) for worker in scene.cluster.by_role(role)]
     _let_go(scene)
     return lambda: all(proof() for proof in proofs)
 
@@ -355,16 +361,16 @@ async def kill_pool(role: str, scene: Scene) -> Proof:
 async def replace_pool(role: str, scene: Scene) -> Proof:
     """Kill every worker of a role, and start new ones as soon as they are gone."""
     proof = await kill_pool(role, scene)
-    await scene.house.until(proof, 5.0, "the pool is dead")
-    await _start_again(scene, scene.house.by_role(role))
+    await scene.cluster.until(proof, 5.0, "the pool is dead")
+    await _start_again(scene, scene.cluster.by_role(role))
     return proof
 
 
-async def _start_again(scene: Scene, workers: Sequence[Worker], *flags: str) -> None:
+async def _start_again(scene: Scene, workers: Sequence[ChaosWorker], *flags: str) -> None:
     for worker in workers:
         assert worker.reading is not None
         await worker.reading
-        await scene.house.start_worker(worker, "--step-s", str(STEP_S), *flags)
+        await scene.cluster.start_worker(worker, "--step-s", str(STEP_S), *flags)
         worker.wanted = True
 
 
@@ -373,43 +379,43 @@ async def outgrow(scene: Scene) -> Proof:
 
     The request must wait rather than be truncated on that worker; a shorter request, sent later, shows that the worker
     does serve."""
-    house, short = scene.house, scene.other(scene.decode)
+    cluster, short = scene.cluster, scene.other(scene.decode)
     await _restart_with(scene, short, "--max-model-len", str(PROMPT + scene.ask.max_tokens // 2))
     proof = await kill("decode", scene)
-    await house.until(proof, 5.0, "the worker is dead")
-    shorter = house.ask(PROMPT, 8)
+    await cluster.until(proof, 5.0, "the worker is dead")
+    shorter = cluster.ask(PROMPT, 8)
     scene.neighbours = [shorter]
     scene.send(shorter)
     await _start_again(scene, [scene.decode])
     await scene.over()
-    kept_out = house.id_of(scene.ask) not in short.holders
+    kept_out = cluster.id_of(scene.ask) not in short.holders
     await _restart_with(scene, short)
     return lambda: proof() and kept_out and shorter.headers.get("x-tandem-decode") == short.name
 
 
-async def _restart_with(scene: Scene, worker: Worker, *flags: str) -> None:
+async def _restart_with(scene: Scene, worker: ChaosWorker, *flags: str) -> None:
     """Replace a worker by a new process with these flags."""
-    await scene.house.until(_kill(scene, worker), 5.0, f"{worker.name} is dead")
+    await scene.cluster.until(_kill(scene, worker), 5.0, f"{worker.name} is dead")
     await _start_again(scene, [worker], *flags)
-    await scene.house.until_ready()
+    await scene.cluster.until_ready()
 
 
 async def restart(role: str, scene: Scene) -> Proof:
     """Kill one worker and start it again at its old address. ``back_s``: from its being ready to its first token."""
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     proof = await kill(role, scene)
-    await scene.house.until(proof, 5.0, "the worker is dead")
+    await scene.cluster.until(proof, 5.0, "the worker is dead")
     await _start_again(scene, [worker])
-    await scene.house.until_ready()
+    await scene.cluster.until_ready()
     scene.back_s = await _of_use(scene, worker)
     return proof
 
 
-async def _of_use(scene: Scene, worker: Worker) -> float:
+async def _of_use(scene: Scene, worker: ChaosWorker) -> float:
     """Return the seconds from now, when ``worker`` is ready, until it produces a token; sends requests to see that."""
     ready_at, used_at = clock(), float("inf")
     while used_at == float("inf") and clock() < ready_at + ARRIVES_S:
-        asks = [scene.house.ask(64, 4) for _ in range(2)]
+        asks = [scene.cluster.ask(64, 4) for _ in range(2)]
         scene.neighbours += asks
         await asyncio.gather(*(scene.send(ask) for ask in asks))
         served = [ask.arrivals[-1] for ask in asks if ask.headers.get(f"x-tandem-{worker.role}") == worker.name]
@@ -420,10 +426,10 @@ async def _of_use(scene: Scene, worker: Worker) -> float:
 async def no_prefill(then: Literal["local", "wait", "reject"], scene: Scene) -> Proof:
     """Send a request when the coordinator knows that every prefill worker is dead. A running stream must not be
     affected."""
-    stream = scene.house.ask(PROMPT, 4 * OUTPUT)
+    stream = scene.cluster.ask(PROMPT, 4 * OUTPUT)
     scene.neighbours = [stream]
     scene.send(stream)
-    await scene.house.until(lambda: len(stream.ids) >= 5, ARRIVES_S, "a stream runs")
+    await scene.cluster.until(lambda: len(stream.ids) >= 5, ARRIVES_S, "a stream runs")
     proof = await _without(scene, "prefill")
     _struck(scene)
     scene.send(scene.ask)
@@ -451,12 +457,12 @@ async def _without(scene: Scene, role: str) -> Proof:
     proof = await kill_pool(role, scene)
 
     async def known() -> bool:
-        shown = await scene.house.admin()
+        shown = await scene.cluster.admin()
         return not any(
-            shown[worker.name]["state"] == "ready" for worker in scene.house.by_role(role) if worker.name in shown
+            shown[worker.name]["state"] == "ready" for worker in scene.cluster.by_role(role) if worker.name in shown
         )
 
-    await scene.house.poll(known, 5.0, f"the coordinator knows that no {role} worker is left")
+    await scene.cluster.poll(known, 5.0, f"the coordinator knows that no {role} worker is left")
     return proof
 
 
@@ -465,21 +471,21 @@ async def _served_again(scene: Scene, role: str) -> None:
     token."""
 
     async def waits() -> bool:
-        return (await scene.house.requests())["waiting"] == 1
+        return (await scene.cluster.requests())["waiting"] == 1
 
-    await scene.house.poll(waits, ARRIVES_S, "the request is held")
+    await scene.cluster.poll(waits, ARRIVES_S, "the request is held")
     assert not scene.ask.ids
-    await _start_again(scene, scene.house.by_role(role))
-    await scene.house.until_ready()
+    await _start_again(scene, scene.cluster.by_role(role))
+    await scene.cluster.until_ready()
     ready_at = clock()
-    await scene.house.until(lambda: scene.ask.ids or scene.task.done(), ARRIVES_S, "the request is served")
+    await scene.cluster.until(lambda: scene.ask.ids or scene.task.done(), ARRIVES_S, "the request is served")
     scene.back_s = max(0.0, clock() - ready_at)
 
 
 async def refuse_stranger(scene: Scene) -> Proof:
     """Start a worker of another model, which must be rejected."""
     _struck(scene)
-    stranger, log = await scene.house.start_stranger()
+    stranger, log = await scene.cluster.start_stranger()
     _let_go(scene)
     return lambda: bool(stranger.returncode) and "the coordinator refuses this worker" in log.read_text()
 
@@ -492,13 +498,13 @@ async def engine_fails(token: int, times: int, scene: Scene) -> Proof:
 
     Proof: ``times`` attempts failed, each a different one."""
     scene.ask.prompt[CHUNK // 2] = token
-    scene.neighbours = [scene.house.ask(PROMPT, OUTPUT)]
+    scene.neighbours = [scene.cluster.ask(PROMPT, OUTPUT)]
     _struck(scene)
     for ask in (*scene.neighbours, scene.ask):
         scene.send(ask)
 
     def failed() -> bool:
-        events = [event for worker in scene.house.workers.values() for event in worker.events]
+        events = [event for worker in scene.cluster.workers.values() for event in worker.events]
         attempts = {event["attempt"] for event in events if event["event"] == "fault" and event["token"] == token}
         return attempts == set(range(times))
 
@@ -510,7 +516,7 @@ async def poison(phase: Literal["D", "S"], scene: Scene) -> Proof:
     scene.ask.prompt[0], scene.ask.stream = KILLS_LATE, phase == "S"
     _struck(scene)
     scene.send(scene.ask)
-    decodes = scene.house.by_role("decode")
+    decodes = scene.cluster.by_role("decode")
     processes = [worker.process for worker in decodes]
     for worker in decodes:
         worker.wanted = False
@@ -528,23 +534,23 @@ async def deadline(scene: Scene) -> Proof:
 async def overload(scene: Scene) -> Proof:
     """Send one request more than may be queued."""
     _struck(scene)
-    ask = scene.house.ask(64, 8)
+    ask = scene.cluster.ask(64, 8)
     await ask.send(scene.session)
     told = "Retry-After" in ask.headers and "retry-after-ms" in ask.headers
     return lambda: ask.status == 429 and ask.error == "server_is_overloaded" and told and ask.largest_gap(0) < REFUSED_S
 
 
 def _decode_every(scene: Scene, step_s: float) -> None:
-    for worker in scene.house.by_role("decode"):
+    for worker in scene.cluster.by_role("decode"):
         worker.command(step_s=step_s)
 
 
 def _prefill_every(scene: Scene, token_s: float) -> None:
-    for worker in scene.house.by_role("prefill"):
+    for worker in scene.cluster.by_role("prefill"):
         worker.command(token_s=token_s)
 
 
-def _parked_at(workers: Sequence[Worker]) -> list[float]:
+def _parked_at(workers: Sequence[ChaosWorker]) -> list[float]:
     """Return the times at which one of ``workers`` had no block for a running sequence."""
     return [event["at"] for worker in workers for event in worker.events if event["event"] == "parked"]
 
@@ -553,19 +559,19 @@ async def fill_pool(scene: Scene) -> Proof:
     """Run streams that fit when placed but not when they have grown, so that some must be parked and resumed."""
     _struck(scene)
     _decode_every(scene, FILLING_S)
-    scene.neighbours = [scene.house.ask(PROMPT, scene.ask.max_tokens) for _ in range(3)]
+    scene.neighbours = [scene.cluster.ask(PROMPT, scene.ask.max_tokens) for _ in range(3)]
     for ask in scene.neighbours:
         scene.send(ask)
-    return lambda: bool(_parked_at(scene.house.by_role("decode")))
+    return lambda: bool(_parked_at(scene.cluster.by_role("decode")))
 
 
 async def find_pool_full(slots: int, scene: Scene) -> Proof:
     """All blocks are promised though some of the ``slots`` are free. Proof: the request waits for blocks, and no
     sequence is parked for it."""
-    running = (await scene.house.requests())["running"]
+    running = (await scene.cluster.requests())["running"]
     _struck(scene)
     _decode_every(scene, FILLING_S)
-    return lambda: running < slots and not _parked_at(scene.house.by_role("decode"))
+    return lambda: running < slots and not _parked_at(scene.cluster.by_role("decode"))
 
 
 async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof:
@@ -573,25 +579,25 @@ async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof
 
     With a reservation (P, X) the request is decoded there. While decoding (D) it is parked, as the latest sequence, and
     computed again."""
-    await scene.house.links()  # trials of links are over, so their blocks do not fill a pool
-    setbacks, decodes = await scene.house.setbacks(), scene.house.by_role("decode")
+    await scene.cluster.links()  # trials of links are over, so their blocks do not fill a pool
+    lost_attempts, decodes = await scene.cluster.lost_attempts(), scene.cluster.by_role("decode")
     for worker in decodes:
         worker.command(step_s=FILLING_S, slows_at=ALMOST, slow_s=WAITING_S)
-    scene.neighbours = [scene.house.ask(PROMPT, FILLS) for _ in range(2 * len(decodes))]
+    scene.neighbours = [scene.cluster.ask(PROMPT, FILLS) for _ in range(2 * len(decodes))]
     for ask in scene.neighbours:
         scene.send(ask)
     for worker in decodes:
-        await scene.house.until(lambda at=worker: at.holds[0] >= ALMOST, ARRIVES_S, f"{worker.name} is almost full")
+        await scene.cluster.until(lambda at=worker: at.holds[0] >= ALMOST, ARRIVES_S, f"{worker.name} is almost full")
     await bring(scene, phase)
     assert not _parked_at([scene.decode]), "it is full too early"
     _prefill_every(scene, LASTS_S)
     _struck(scene)
     _decode_every(scene, FILLING_S)
-    full_at = min(await scene.house.until(lambda: _parked_at([scene.decode]), ARRIVES_S, "a pool is full"))
+    full_at = min(await scene.cluster.until(lambda: _parked_at([scene.decode]), ARRIVES_S, "a pool is full"))
     _prefill_every(scene, 0.0)
     _let_go(scene)
     await scene.over()
-    steps, kept = scene.steps(scene.decode), await scene.house.setbacks() == setbacks
+    steps, kept = scene.steps(scene.decode), await scene.cluster.lost_attempts() == lost_attempts
     if phase == "D":
         met = any(at > full_at and start < PROMPT for at, start, _ in steps)
     else:
@@ -624,7 +630,7 @@ async def reset_one_after_the_other(scene: Scene) -> Proof:
     """Reset the coordinator's connection to the request's decode worker, then that to the one that took over."""
     proof = await _cut(Proxy.reset, "decode", scene)
     other = scene.other(scene.decode)
-    await scene.house.until(
+    await scene.cluster.until(
         lambda: any(step[0] > scene.struck_at and step[3] >= PROMPT for step in other.steps()),
         ARRIVES_S,
         "the other decode worker computes it",
@@ -637,7 +643,7 @@ async def reset_all(scene: Scene) -> Proof:
     """Reset every worker's connection to the coordinator, one after another, as when a device between them loses its
     state."""
     proof = await _cut(Proxy.reset, "decode", scene)
-    others = [worker for worker in scene.house.workers.values() if worker is not scene.decode]
+    others = [worker for worker in scene.cluster.workers.values() if worker is not scene.decode]
     struck = 0
     for worker in others:
         await asyncio.sleep(RESET_EVERY_S)
@@ -673,7 +679,7 @@ async def black_hole_next(scene: Scene) -> Proof:
         proxy.black_hole = True
         return True
 
-    for worker in scene.house.by_role("decode"):
+    for worker in scene.cluster.by_role("decode"):
         worker.data.rules.append(Rule("drop", partial(swallows, worker.data)))
     _struck(scene)
     await scene.over()
@@ -685,14 +691,14 @@ async def outlast_lease(role: str, scene: Scene) -> Proof:
 
     Proof: the worker drops everything when its lease expires, and the same process joins and serves after the partition
     ends. ``back_s`` is counted from then."""
-    worker: Worker = getattr(scene, role)
+    worker: ChaosWorker = getattr(scene, role)
     process, incarnation, held = worker.process, worker.incarnation, worker.holds
     proof = await black_hole(role, scene)
     await asyncio.sleep(FailureTimes().lease_s + 1.0)  # the length of the fault itself
     let_go = worker.holds == (0, 0)
     worker.control.heal()
     healed_at = clock()
-    await scene.house.until_ready()
+    await scene.cluster.until_ready()
     scene.back_s = clock() - healed_at + await _of_use(scene, worker)
     same = process is worker.process and incarnation == worker.incarnation
     return lambda: proof() and any(held) and let_go and same
@@ -707,9 +713,9 @@ async def fail_hand_off(scene: Scene) -> Proof:
     def failed() -> bool:
         return "transfer_failed" in _coordinators_log(scene)[known:]
 
-    await scene.house.until(failed, ARRIVES_S, "the hand-off fails")
+    await scene.cluster.until(failed, ARRIVES_S, "the hand-off fails")
     proxy.heal()
-    scene.neighbours = [scene.house.ask(PROMPT, OUTPUT) for _ in range(3)]
+    scene.neighbours = [scene.cluster.ask(PROMPT, OUTPUT) for _ in range(3)]
     for ask in scene.neighbours:
         scene.send(ask)
     await scene.over()
@@ -742,7 +748,7 @@ async def grant_lost(scene: Scene) -> Proof:
 
     await tamper("drop", first, "down", 100, scene)
     scene.send(scene.ask)
-    prefills = scene.house.by_role("prefill")
+    prefills = scene.cluster.by_role("prefill")
     return lambda: any(step[1] in dropped for worker in prefills for step in worker.steps())
 
 
@@ -750,7 +756,7 @@ async def tamper(
     action: Action, match: Callable[[Parts], bool], direction: Any, limit: int | None, scene: Scene
 ) -> Proof:
     rule = Rule(action, match, direction, limit=limit)
-    for worker in scene.house.by_role("decode"):
+    for worker in scene.cluster.by_role("decode"):
         worker.data.rules.append(rule)
     _struck(scene)
     _let_go(scene)

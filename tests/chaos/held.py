@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from tests.chaos.house import Worker
+from tests.chaos.cluster import ChaosWorker
 
 Attempt = tuple[str, int]
 """A request id in hex, and the number of its attempt."""
@@ -19,7 +19,7 @@ class Holding(NamedTuple):
     until: float
 
 
-def holdings(worker: Worker, now: float) -> Iterator[Holding]:
+def holdings(worker: ChaosWorker, now: float) -> Iterator[Holding]:
     """Yield all holdings of ``worker``. One that has not ended is taken to end with the process, or ``now``."""
     held: dict[Attempt, float] = {}
     for event in worker.events:
@@ -32,7 +32,7 @@ def holdings(worker: Worker, now: float) -> Iterator[Holding]:
         yield Holding(attempt, since, min(worker.ended_at, now))
 
 
-def for_nobody(workers: Iterable[Worker], struck_at: float, answered: Mapping[int, float], now: float) -> float:
+def orphaned_s(workers: Iterable[ChaosWorker], struck_at: float, answered: Mapping[int, float], now: float) -> float:
     """Return the longest time, in seconds, for which a running worker held anything useless after the fault.
 
     Only the last attempt of an answered request is useful: on a prefill worker until decode computes with it, on a
@@ -51,7 +51,7 @@ def for_nobody(workers: Iterable[Worker], struck_at: float, answered: Mapping[in
             for at, request, number, *_ in worker.steps():
                 decoded.setdefault((request, number), at)
 
-    def useless_since(worker: Worker, attempt: Attempt) -> float:
+    def useless_since(worker: ChaosWorker, attempt: Attempt) -> float:
         request, number = attempt
         if number < last[request] or request not in ends:
             return struck_at

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.core.errors import WireError
 from kvtransfer.frames import FrameHeader
-from tests.chaos.house import Ask, House, Worker
+from tests.chaos.cluster import ChaosCluster, ChaosRequest, ChaosWorker
 from tests.chaos.proxy import Parts, is_frame
 
 QUEUED, COMPUTED, SHIPPED, STREAMED = "while queued", "while computed", "while shipped", "while streamed"
@@ -18,22 +18,22 @@ LONGEST_S = 60.0
 
 
 class Leaving:
-    """Tracks the phases of the requests in ``house``, for clients that disconnect in a given phase."""
+    """Tracks the phases of the requests in ``cluster``, for clients that disconnect in a given phase."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, cluster: ChaosCluster) -> None:
+        self._house = cluster
         self._seeds: dict[str, int] = {}
         self._taken: set[int] = set()
         self._reached: dict[tuple[str, int], asyncio.Event] = {}
-        house.listeners.append(self._told)
-        for worker in house.by_role("decode"):
+        cluster.listeners.append(self._told)
+        for worker in cluster.by_role("decode"):
             worker.data.watch = self._passes
 
-    def moments(self) -> list[Callable[[Ask], Awaitable[str]]]:
+    def moments(self) -> list[Callable[[ChaosRequest], Awaitable[str]]]:
         """Return the waits that a client may choose from; each returns the phase in which the request then is."""
         return [self._queued, partial(self._in, COMPUTED), partial(self._in, SHIPPED), self._streamed]
 
-    def _told(self, worker: Worker, event: dict[str, Any]) -> None:
+    def _told(self, worker: ChaosWorker, event: dict[str, Any]) -> None:
         if event["event"] == "taken":
             self._seeds[event["request"]] = event["seed"]
             self._taken.add(event["seed"])
@@ -52,7 +52,7 @@ class Leaving:
         if (seed := self._seeds.get(request)) is not None and (event := self._reached.get((phase, seed))) is not None:
             event.set()
 
-    async def _queued(self, ask: Ask) -> str:
+    async def _queued(self, ask: ChaosRequest) -> str:
         """Wait until the request is queued: it was sent, the coordinator then reports a waiting request, and no worker
         has accepted it."""
         await ask.sent.wait()
@@ -65,7 +65,7 @@ class Leaving:
             return await self._streamed(ask)
         return QUEUED
 
-    async def _in(self, phase: str, ask: Ask) -> str:
+    async def _in(self, phase: str, ask: ChaosRequest) -> str:
         """Wait until a prefill worker begins to compute the prompt, or a frame of its KV passes the proxy. The phase is
         ``STREAMED`` if a token has arrived already."""
         event = self._reached[phase, ask.seed] = asyncio.Event()
@@ -75,7 +75,7 @@ class Leaving:
             del self._reached[phase, ask.seed]
         return STREAMED if ask.ids else phase
 
-    async def _streamed(self, ask: Ask) -> str:
+    async def _streamed(self, ask: ChaosRequest) -> str:
         count = self._house.rng.randrange(1, 8)
         while len(ask.ids) < count:
             ask.came.clear()

@@ -17,13 +17,13 @@ from pathlib import Path
 import aiohttp
 
 from tests.chaos.cells import HELD_S
+from tests.chaos.cluster import FREE_WITHIN_S, ChaosCluster, ChaosRequest, ChaosWorker, clock, state_of
 from tests.chaos.host import undisturbed
-from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock, state_of
 from tests.chaos.proxy import Action, Rule, is_frame
 
 KILLED_S, STOPPED_S, DRAINED_S = 2.0, 3.5, 1.0
 Proof = Callable[[], Awaitable[bool]]
-Break = Callable[[House], Awaitable[tuple[float, Proof]]]
+Break = Callable[[ChaosCluster], Awaitable[tuple[float, Proof]]]
 """Breaks something under load; returns the time, and the proof, to be evaluated at the end."""
 
 
@@ -76,11 +76,11 @@ HEADER = """\
 
 
 async def crowd(
-    house: House,
-    asks: Sequence[Ask],
+    cluster: ChaosCluster,
+    asks: Sequence[ChaosRequest],
     at_once: int,
     *,
-    leave: Mapping[int, Callable[[Ask], Awaitable[str]]] | None = None,
+    leave: Mapping[int, Callable[[ChaosRequest], Awaitable[str]]] | None = None,
 ) -> None:
     """Send all requests, ``at_once`` at a time.
 
@@ -88,7 +88,7 @@ async def crowd(
     waiting = iter(asks)
 
     async def client() -> None:
-        async with house.session() as session:
+        async with cluster.session() as session:
             for ask in waiting:
                 if leave is not None and ask.seed in leave:
                     await _hang_up(ask, session, leave[ask.seed])
@@ -98,7 +98,9 @@ async def crowd(
     await asyncio.gather(*(client() for _ in range(at_once)))
 
 
-async def _hang_up(ask: Ask, session: aiohttp.ClientSession, come: Callable[[Ask], Awaitable[str]]) -> None:
+async def _hang_up(
+    ask: ChaosRequest, session: aiohttp.ClientSession, come: Callable[[ChaosRequest], Awaitable[str]]
+) -> None:
     task, moment = asyncio.ensure_future(ask.send(session)), asyncio.ensure_future(come(ask))
     try:
         await asyncio.wait([task, moment], return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +112,7 @@ async def _hang_up(ask: Ask, session: aiohttp.ClientSession, come: Callable[[Ask
 
 
 async def scenario(
-    house: House,
+    cluster: ChaosCluster,
     name: str,
     breaking: Break | None,
     *,
@@ -118,23 +120,23 @@ async def scenario(
     at_once: int,
     allowed_gap_s: float,
 ) -> Figures:
-    """Run a load of ``requests`` random requests with one fault in the middle; afterwards the house needs repair."""
-    asks = [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(requests)]
-    return await answered(house, asks, Figures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
+    """Run a load of ``requests`` random requests with one fault in the middle; afterwards the cluster needs repair."""
+    asks = [cluster.ask(cluster.rng.randrange(40, 120), cluster.rng.randrange(16, 40)) for _ in range(requests)]
+    return await answered(cluster, asks, Figures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
 
 
 async def answered(
-    house: House, asks: Sequence[Ask], figures: Figures, breaking: Break | None, at_once: int
+    cluster: ChaosCluster, asks: Sequence[ChaosRequest], figures: Figures, breaking: Break | None, at_once: int
 ) -> Figures:
     """As :func:`scenario`, for given requests; fills and returns ``figures``."""
     started = clock()
-    load = asyncio.ensure_future(crowd(house, asks, at_once))
-    struck_at, happened, setbacks = started, None, await house.setbacks()
+    load = asyncio.ensure_future(crowd(cluster, asks, at_once))
+    struck_at, happened, lost_attempts = started, None, await cluster.lost_attempts()
     if breaking is not None:
-        await house.until(
+        await cluster.until(
             lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= len(asks) // 4, 120, "a quarter is done"
         )
-        struck_at, happened = await breaking(house)
+        struck_at, happened = await breaking(cluster)
         if load.done():
             figures.wrong.append("the load was over before the fault was")
     await load
@@ -142,14 +144,14 @@ async def answered(
         figures.wrong.append("the fault did not happen, or nobody lost anything by it")
     ended = clock()
     figures.seconds = ended - started
-    figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
+    figures.free_s = max(0.0, await cluster.until_free(FREE_WITHIN_S) - ended)
     await asyncio.to_thread(judge, figures, asks)  # slow for a model, and the proxies run on this event loop
-    figures.faults["attempts lost"] = round(await house.setbacks() - setbacks)
+    figures.faults["attempts lost"] = round(await cluster.lost_attempts() - lost_attempts)
     _measure(figures, asks, struck_at, struck=breaking is not None)
     return figures
 
 
-def _measure(figures: Figures, asks: Sequence[Ask], struck_at: float, *, struck: bool) -> None:
+def _measure(figures: Figures, asks: Sequence[ChaosRequest], struck_at: float, *, struck: bool) -> None:
     """Measure the gaps, from ``struck_at`` on, of every request that was running then or came later."""
     there = [ask for ask in asks if ask.ended_at > struck_at]
     begun = [ask for ask in there if ask.arrivals]
@@ -176,7 +178,7 @@ def only_late(*figures: Figures) -> str:
     return "" if any(each.wrong for each in figures) else "; ".join(late)
 
 
-def judge(figures: Figures, asks: Sequence[Ask]) -> None:
+def judge(figures: Figures, asks: Sequence[ChaosRequest]) -> None:
     """Compare every answer with the oracle's, up to the last token that its client waited for."""
     for ask in asks:
         verdict = ask.verdict()
@@ -192,27 +194,27 @@ def judge(figures: Figures, asks: Sequence[Ask]) -> None:
 def signalled(name: str, number: int) -> Break:
     """Send a signal to a worker while it has work. Proof: some request lost an attempt."""
 
-    async def strike(house: House) -> tuple[float, Proof]:
-        worker: Worker = house.workers[name]
+    async def strike(cluster: ChaosCluster) -> tuple[float, Proof]:
+        worker: ChaosWorker = cluster.workers[name]
         worker.wanted = False
-        process, setbacks = worker.process, await house.setbacks()
+        process, lost_attempts = worker.process, await cluster.lost_attempts()
         assert process is not None
-        await house.until_busy(worker)
+        await cluster.until_busy(worker)
         at = clock()
         worker.signal(number)
 
         async def happened() -> bool:
             struck = process.returncode == -number if number == signal.SIGKILL else state_of(process.pid) == "T"
-            return struck and await house.setbacks() > setbacks
+            return struck and await cluster.lost_attempts() > lost_attempts
 
         return at, happened
 
     return strike
 
 
-async def reset_links(house: House) -> tuple[float, Proof]:
+async def reset_links(cluster: ChaosCluster) -> tuple[float, Proof]:
     at = clock()
-    struck = sum(worker.data.reset() for worker in house.by_role("decode"))
+    struck = sum(worker.data.reset() for worker in cluster.by_role("decode"))
 
     async def happened() -> bool:
         return struck > 0
@@ -220,11 +222,11 @@ async def reset_links(house: House) -> tuple[float, Proof]:
     return at, happened
 
 
-async def swallow_link(house: House) -> tuple[float, Proof]:
+async def swallow_link(cluster: ChaosCluster) -> tuple[float, Proof]:
     """Black-hole the pair prefill-0 and decode-0 from now on."""
     at = clock()
-    proxy = house.workers["decode-0"].data
-    proxy.only = f"{house.workers['prefill-0'].incarnation}|"
+    proxy = cluster.workers["decode-0"].data
+    proxy.only = f"{cluster.workers['prefill-0'].incarnation}|"
     proxy.black_hole = True
 
     async def happened() -> bool:
@@ -233,22 +235,22 @@ async def swallow_link(house: House) -> tuple[float, Proof]:
     return at, happened
 
 
-async def rolling_restart(house: House) -> tuple[float, Proof]:
+async def rolling_restart(cluster: ChaosCluster) -> tuple[float, Proof]:
     """Stop every worker with SIGTERM and start it again, one after another."""
     at, codes = clock(), []
-    for worker in house.workers.values():
+    for worker in cluster.workers.values():
         process = worker.process
         assert process is not None and worker.reading is not None
         worker.wanted = False
         worker.signal(signal.SIGTERM)
         codes.append(await process.wait())
         await worker.reading
-        await house.start_worker(worker)
+        await cluster.start_worker(worker)
         worker.wanted = True
-        await house.until_ready()
+        await cluster.until_ready()
 
     async def happened() -> bool:
-        return codes == [0] * len(house.workers)
+        return codes == [0] * len(cluster.workers)
 
     return at, happened
 
@@ -272,32 +274,32 @@ LINKS = {"zmq": "ZeroMQ", "shm": "shared memory"}
 
 
 async def load(directory: Path, *, requests: int, at_once: int, only: str = "") -> list[Figures]:
-    """Run every scenario in turn: in one house per link and one with colocated workers, repaired between scenarios."""
+    """Run every scenario in turn: in one cluster per link and one with colocated workers, repaired between them."""
     figures: list[Figures] = []
     knobs = {"requests": requests, "at_once": at_once}
     for link, name in LINKS.items():
         scenarios = {f"{each}, {name}": fault for each, fault in SCENARIOS.items() if only in f"{each}, {name}"}
         if scenarios:
-            async with House.running(directory / link, flags=(*LOAD_FLAGS, "--kv-transport", link)) as house:
-                assert await house.links() == {link}
-                figures += await _in_turn(house, scenarios, **knobs)
+            async with ChaosCluster.running(directory / link, flags=(*LOAD_FLAGS, "--kv-transport", link)) as cluster:
+                assert await cluster.links() == {link}
+                figures += await _in_turn(cluster, scenarios, **knobs)
     if scenarios := {name: fault for name, fault in COLOCATED.items() if only in name}:
         pools = {"prefills": 0, "decodes": 0, "colocated": 2}
-        async with House.running(directory / "colocated", flags=LOAD_FLAGS, **pools) as house:
-            figures += await _in_turn(house, scenarios, **knobs)
+        async with ChaosCluster.running(directory / "colocated", flags=LOAD_FLAGS, **pools) as cluster:
+            figures += await _in_turn(cluster, scenarios, **knobs)
     return figures
 
 
 async def _in_turn(
-    house: House, scenarios: Mapping[str, tuple[Break | None, float]], *, requests: int, at_once: int
+    cluster: ChaosCluster, scenarios: Mapping[str, tuple[Break | None, float]], *, requests: int, at_once: int
 ) -> list[Figures]:
     async def once(name: str, breaking: Break | None, gap: float) -> Figures:
-        for worker in house.workers.values():
+        for worker in cluster.workers.values():
             worker.command(step_s=0.01)
         count = requests * (3 if breaking is rolling_restart else 1)  # the load must outlast four restarts
-        done = await scenario(house, name, breaking, requests=count, at_once=at_once, allowed_gap_s=gap)
-        done.free_s += await house.until_unmapped(HELD_S)
-        await house.repair()
+        done = await scenario(cluster, name, breaking, requests=count, at_once=at_once, allowed_gap_s=gap)
+        done.free_s += await cluster.until_unmapped(HELD_S)
+        await cluster.repair()
         return done
 
     figures = []
@@ -310,12 +312,12 @@ async def _in_turn(
 async def tampered(directory: Path, *, requests: int, at_once: int, rate: float) -> list[Figures]:
     """Run a load during which frames are corrupted, truncated, dropped, duplicated and reordered, at ``rate`` each."""
     actions: tuple[Action, ...] = ("corrupt", "truncate", "drop", "duplicate", "reorder")
-    async with House.running(directory / "frames", flags=(*LOAD_FLAGS, "--kv-transport", "zmq")) as house:
-        for worker in house.by_role("decode"):
+    async with ChaosCluster.running(directory / "frames", flags=(*LOAD_FLAGS, "--kv-transport", "zmq")) as cluster:
+        for worker in cluster.by_role("decode"):
             worker.data.rules += [Rule(action, is_frame, rate=rate) for action in actions]
         name = f"frames broken, {rate:.0%} of each kind"
-        figures = await scenario(house, name, None, requests=requests, at_once=at_once, allowed_gap_s=0.0)
-        for worker in house.by_role("decode"):
+        figures = await scenario(cluster, name, None, requests=requests, at_once=at_once, allowed_gap_s=0.0)
+        for worker in cluster.by_role("decode"):
             figures.faults.update({action: worker.data.done[action] for action in actions})
         missing = [action for action in actions if not figures.faults[action]]
         if missing:

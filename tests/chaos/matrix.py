@@ -1,4 +1,4 @@
-"""Runs the cells in several houses side by side; a house takes the next cell after it has been repaired."""
+"""Runs the cells in several clusters side by side; a cluster takes the next cell after it has been repaired."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import aiohttp
 
 from tests.chaos import held
 from tests.chaos.cells import HELD_S, Cell, Kind
+from tests.chaos.cluster import ChaosCluster, Stuck, clock
 from tests.chaos.host import TAKEN, undisturbed
-from tests.chaos.house import House, Stuck, clock
 from tests.chaos.scenes import CHUNK, Phase, Scene, arrange
 
 FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))
@@ -33,7 +33,7 @@ class Result:
 
     ``value`` is what the cell measures, ``turn_s`` the largest gap of a queued request, ``freed_s`` the time from the
     fault to the last freed block, ``held_s`` the longest time for which anything was held without a use (see
-    :func:`tests.chaos.held.for_nobody`)."""
+    :func:`tests.chaos.held.orphaned_s`)."""
 
     cell: Cell
     value: float = float("nan")
@@ -51,12 +51,12 @@ class Result:
         return not self.wrong
 
 
-async def run_cell(house: House, cell: Cell) -> Result:
-    """Play one cell in a house without faults; it may need repair afterwards."""
+async def run_cell(cluster: ChaosCluster, cell: Cell) -> Result:
+    """Play one cell in a cluster without faults; it may need repair afterwards."""
     result = Result(cell)
     try:
-        async with house.session() as session:
-            await _play(house, cell, session, result)
+        async with cluster.session() as session:
+            await _play(cluster, cell, session, result)
     except Stuck as error:
         result.wrong, result.late = f"Stuck: {error}", True
     except (AssertionError, TimeoutError, StopIteration) as error:
@@ -66,19 +66,19 @@ async def run_cell(house: House, cell: Cell) -> Result:
     return result
 
 
-async def _play(house: House, cell: Cell, session: aiohttp.ClientSession, result: Result) -> None:
-    scene = await arrange(house, cell.arranged or cell.phase, session, cell.output, stream=cell.stream)
+async def _play(cluster: ChaosCluster, cell: Cell, session: aiohttp.ClientSession, result: Result) -> None:
+    scene = await arrange(cluster, cell.arranged or cell.phase, session, cell.output, stream=cell.stream)
     proof = await cell.fault(scene)
     await scene.over()
-    freed_at = await house.until_free(HELD_S + 2)
+    freed_at = await cluster.until_free(HELD_S + 2)
     result.freed_s = max(0.0, freed_at - scene.struck_at)
     result.value = _measured(scene, cell, result)
     result.turn_s = scene.ask.largest_gap(scene.struck_at)
-    await house.until(proof, HAPPENED_S, "the fault has happened")
-    if house.wake():
-        await house.until_ready()
-        await house.until_free(HELD_S + 2)
-    result.held_s = _held_for_nobody(scene)
+    await cluster.until(proof, HAPPENED_S, "the fault has happened")
+    if cluster.wake():
+        await cluster.until_ready()
+        await cluster.until_free(HELD_S + 2)
+    result.held_s = _orphaned_s(scene)
     if verdict := _objection(scene, cell):
         result.wrong = verdict
         return
@@ -105,10 +105,10 @@ def _measured(scene: Scene, cell: Cell, result: Result) -> float:
     return scene.ask.largest_gap(scene.struck_at)
 
 
-def _held_for_nobody(scene: Scene) -> float:
+def _orphaned_s(scene: Scene) -> float:
     asks = [scene.ask, *scene.neighbours]
     answered = {ask.seed: ask.ended_at for ask in asks if ask.verdict() == "exact"}
-    return held.for_nobody(scene.house.workers.values(), scene.struck_at, answered, clock())
+    return held.orphaned_s(scene.cluster.workers.values(), scene.struck_at, answered, clock())
 
 
 def _objection(scene: Scene, cell: Cell) -> str:
@@ -125,60 +125,62 @@ def _objection(scene: Scene, cell: Cell) -> str:
     return ""
 
 
-async def _play_in_peace(house: House, cell: Cell) -> Result:
+async def _play_in_peace(cluster: ChaosCluster, cell: Cell) -> Result:
     times = itertools.count(1)
 
     async def once() -> Result:
-        result = await _play_and_repair(house, cell)
+        result = await _play_and_repair(cluster, cell)
         result.times = next(times)
         return result
 
     def late(result: Result) -> str:
-        return f"{cell.id}: {result.wrong}" if result.late and not house.beyond_repair else ""
+        return f"{cell.id}: {result.wrong}" if result.late and not cluster.beyond_repair else ""
 
     return await undisturbed(once, late)
 
 
-async def _play_and_repair(house: House, cell: Cell) -> Result:
-    result = await run_cell(house, cell)
+async def _play_and_repair(cluster: ChaosCluster, cell: Cell) -> Result:
+    result = await run_cell(cluster, cell)
     try:
-        await house.repair()
+        await cluster.repair()
     except (Stuck, AssertionError) as error:
         result.wrong = result.wrong or f"afterwards {error}"
-        house.beyond_repair = True
-        await house.kill()
+        cluster.beyond_repair = True
+        await cluster.kill()
     return result
 
 
-async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIterator[Result]:
-    """Play all cells in ``houses`` houses at a time, and yield the results as they complete. A house that cannot be
-    repaired is replaced."""
-    shares = _shares(cells, houses)
+async def play(cells: Sequence[Cell], directory: Path, clusters: int) -> AsyncIterator[Result]:
+    """Play all cells in ``clusters`` clusters at a time, and yield the results as they complete. A cluster that cannot
+    be repaired is replaced."""
+    shares = _shares(cells, clusters)
     results: asyncio.Queue[Result | BaseException] = asyncio.Queue()
     lanes = iter(enumerate(shares))
-    all_begin = asyncio.Barrier(min(houses, len(shares)))
+    all_begin = asyncio.Barrier(min(clusters, len(shares)))
 
     async def keep_houses() -> None:
         begun = False
         try:
             for number, share in lanes:
                 while share:
-                    where = directory / f"house-{number}-{len(share)}"
-                    kind = share[0].house
+                    where = directory / f"cluster-{number}-{len(share)}"
+                    kind = share[0].cluster
                     pools = {"prefills": kind.each, "decodes": kind.each}
                     flags = FLAGS + kind.flags
-                    async with House.running(where, flags=flags, door=kind.door, seed=number, **pools) as house:
-                        await house.links()  # trials of links hold blocks; wait until they are over
-                        if not begun:  # starting a house takes the cores for seconds
+                    async with ChaosCluster.running(
+                        where, flags=flags, coordinator_flags=kind.coordinator_flags, seed=number, **pools
+                    ) as cluster:
+                        await cluster.links()  # trials of links hold blocks; wait until they are over
+                        if not begun:  # starting a cluster takes the cores for seconds
                             await all_begin.wait()
                             begun = True
-                        while share and not house.beyond_repair:
-                            results.put_nowait(await _play_in_peace(house, share.popleft()))
+                        while share and not cluster.beyond_repair:
+                            results.put_nowait(await _play_in_peace(cluster, share.popleft()))
         except BaseException as error:
             results.put_nowait(error)
             raise
 
-    keepers = [asyncio.ensure_future(keep_houses()) for _ in range(houses)]
+    keepers = [asyncio.ensure_future(keep_houses()) for _ in range(clusters)]
     try:
         for _ in cells:
             result = await results.get()
@@ -192,12 +194,12 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
         await asyncio.gather(*keepers, return_exceptions=True)
 
 
-def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
-    """Return the cells of each house: all need the same kind of house, and the load is balanced."""
+def _shares(cells: Sequence[Cell], clusters: int) -> list[deque[Cell]]:
+    """Return the cells of each cluster: all need the same kind of cluster, and the load is balanced."""
     kinds: dict[Kind, list[Cell]] = {}
     for cell in cells:
-        kinds.setdefault(cell.house, []).append(cell)
-    parts = [deque(same[at::houses]) for same in kinds.values() for at in range(min(houses, len(same)))]
+        kinds.setdefault(cell.cluster, []).append(cell)
+    parts = [deque(same[at::clusters]) for same in kinds.values() for at in range(min(clusters, len(same)))]
     return sorted(parts, key=len, reverse=True)
 
 
@@ -239,11 +241,11 @@ def _entry(result: Result | None) -> str:
     return entry if result.passed else f"**{entry}**"
 
 
-async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Result]:
+async def run(cells: Sequence[Cell], directory: Path, clusters: int) -> list[Result]:
     """Play all cells, print each result as it completes, and return the results in the order of ``cells``."""
     done: dict[str, Result] = {}
     started = clock()
-    async for result in play(cells, directory, houses):
+    async for result in play(cells, directory, clusters):
         done[result.cell.id] = result
         mark = "ok" if result.passed else "FAILED"
         head = f"[{len(done):3}/{len(cells)} {clock() - started:4.0f} s] {mark:7}"

@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from common.core.request import SamplingParams
+from tests.chaos.cluster import FREE_WITHIN_S, ROOT, ChaosCluster, ChaosRequest, ChaosWorker, clock
 from tests.chaos.host import undisturbed
-from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock
 from tests.chaos.load import Break, Figures, answered, only_late, reset_links, signalled, swallow_link
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
@@ -39,7 +39,7 @@ TOLERANCE = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
 @dataclass
-class ModelAsk(Ask):
+class ModelAsk(ChaosRequest):
     """A greedy request whose output is judged by ``reference``."""
 
     reference: Reference | None = None
@@ -58,7 +58,7 @@ class ModelAsk(Ask):
         return "right"
 
 
-class ModelHouse(House):
+class ModelCluster(ChaosCluster):
     """Real workers, as operators start them. They emit no events, so their state comes from the coordinator."""
 
     def __init__(self, directory: Path, *, model: Path, dtype: str, **options: Any) -> None:
@@ -68,7 +68,7 @@ class ModelHouse(House):
     def find_model(self) -> None:
         """Do nothing: the model was given."""
 
-    async def start_worker(self, worker: Worker, *flags: str) -> None:
+    async def start_worker(self, worker: ChaosWorker, *flags: str) -> None:
         worker.control.aim(self.control)
         worker.incarnation, worker.stopped = "", False
         path = self.watched(worker.name)
@@ -82,7 +82,7 @@ class ModelHouse(House):
             )  # fmt: skip
         worker.reading = asyncio.ensure_future(self._listen(worker, worker.process, path, known))
 
-    async def _listen(self, worker: Worker, process: Process, log: Path, known: int) -> None:
+    async def _listen(self, worker: ChaosWorker, process: Process, log: Path, known: int) -> None:
         """Read the worker's data address and incarnation from its log, of which ``known`` characters are old, and aim
         its proxy."""
 
@@ -107,7 +107,7 @@ class ModelHouse(House):
         await self.poll(idle, within_s, "nothing is held")
         return clock()
 
-    async def until_busy(self, worker: Worker, within_s: float = LOAD_S) -> None:
+    async def until_busy(self, worker: ChaosWorker, within_s: float = LOAD_S) -> None:
         """Wait until ``worker`` is in a step: its only thread has computed for ``IN_A_STEP_S`` without waiting, which
         an idle worker never does."""
         deadline, waits, since_s = clock() + within_s, -1, 0.0
@@ -120,7 +120,7 @@ class ModelHouse(House):
             assert clock() < deadline, f"{worker.name} has nothing to do"
             await asyncio.sleep(0.001)
 
-    def ask(self, tokens: int, max_tokens: int, **options: Any) -> Ask:
+    def ask(self, tokens: int, max_tokens: int, **options: Any) -> ChaosRequest:
         prompt = [self.rng.randrange(self.reference.vocab_size) for _ in range(tokens)]
         judged = {"reference": self.reference, "tolerance": self.tolerance}
         return ModelAsk(prompt, max_tokens, 0, extra={"temperature": 0.0}, **judged, **options)
@@ -133,13 +133,13 @@ def _computed(pid: int) -> tuple[float, int]:
     return int(task.joinpath("schedstat").read_text().split()[0]) / 1e9, int(waits.split()[0])
 
 
-async def _prompts_alone(house: ModelHouse, load: Sequence[Ask]) -> float:
+async def _prompts_alone(cluster: ModelCluster, load: Sequence[ChaosRequest]) -> float:
     """Return the median time to first token, in seconds, of prompts as long as any that is computed again, while
     ``load`` runs."""
     times = []
-    async with house.session() as session:
+    async with cluster.session() as session:
         while not all(ask.ended_at for ask in load):
-            ask = await house.ask(PROMPTS[-1] + OUTPUTS[-1], 1).send(session)
+            ask = await cluster.ask(PROMPTS[-1] + OUTPUTS[-1], 1).send(session)
             times += [at - ask.started_at for at in ask.arrivals[:1]]
     return median(times)
 
@@ -167,10 +167,10 @@ async def load(
     """
     figures: list[Figures] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault[0] is None or only in name}
-    async with ModelHouse.running(directory / "model", model=model, dtype=dtype) as house:
-        asks = [house.ask(house.rng.choice(PROMPTS), house.rng.choice(OUTPUTS)) for _ in range(requests)]
+    async with ModelCluster.running(directory / "model", model=model, dtype=dtype) as cluster:
+        asks = [cluster.ask(cluster.rng.choice(PROMPTS), cluster.rng.choice(OUTPUTS)) for _ in range(requests)]
         first, alone = asks, 0.0
-        turns = -(-at_once // (len(house.by_role("decode")) * len(house.by_role("prefill"))))
+        turns = -(-at_once // (len(cluster.by_role("decode")) * len(cluster.by_role("prefill"))))
 
         async def once(name: str, breaking: Break | None, noticed_s: float) -> Figures:
             nonlocal alone, first
@@ -178,15 +178,15 @@ async def load(
             queued = figures[0].first_s if figures else 0.0
             # half of the streams move, and each prefill worker recomputes half of these
             done = Figures(name, allowed_gap_s=noticed_s + alone * turns if breaking else 0.0, queued_s=queued)
-            run = asyncio.ensure_future(answered(house, again, done, breaking, at_once))
+            run = asyncio.ensure_future(answered(cluster, again, done, breaking, at_once))
             if not figures:
-                alone, first = await _prompts_alone(house, again), again
+                alone, first = await _prompts_alone(cluster, again), again
             await run
             done.faults["answers unlike the first run's"] = sum(
                 ask.ids != before.ids for ask, before in zip(again, first, strict=True)
             )
-            await house.restore()
-            await house.until_ready()
+            await cluster.restore()
+            await cluster.until_ready()
             return done
 
         for name, (breaking, noticed_s) in faults.items():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.chaos.cluster import ChaosCluster, ChaosRequest, clock
 from tests.chaos.faults import REFUSED_S
-from tests.chaos.house import Ask, House, clock
 from tests.chaos.load import Figures, crowd
 
 DEADLINE_S = 3.0
@@ -24,22 +24,24 @@ SHARE = 0.9
 SLOWER = 1.5
 """Allowed factor between the p99 inter-token latency in overload and that at the peak."""
 FLAGS = ("--max-num-seqs", "8", "--step-s", "0.02", "--blocks", "2048", "--max-num-batched-tokens", "256")
-DOOR = ("--request-timeout", str(DEADLINE_S))
+COORDINATOR_FLAGS = ("--request-timeout", str(DEADLINE_S))
 IN_FLIGHT = 24
 """Number of clients that keep two decode workers with eight slots each busy without any request timing out."""
 REFUSED = ("error server_is_overloaded", "error request_timeout")
 
 
-def _asks(house: House, count: int) -> list[Ask]:
-    return [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(count)]
+def _asks(cluster: ChaosCluster, count: int) -> list[ChaosRequest]:
+    return [cluster.ask(cluster.rng.randrange(40, 120), cluster.rng.randrange(16, 40)) for _ in range(count)]
 
 
-async def _arriving(house: House, session: aiohttp.ClientSession, asks: Sequence[Ask], rate: float) -> None:
+async def _arriving(
+    cluster: ChaosCluster, session: aiohttp.ClientSession, asks: Sequence[ChaosRequest], rate: float
+) -> None:
     """Send ``asks`` as a Poisson process of ``rate`` per second, however many are still running."""
     started, due = clock(), 0.0
     running = []
     for ask in asks:
-        due += house.rng.expovariate(rate)
+        due += cluster.rng.expovariate(rate)
         await asyncio.sleep(max(0.0, started + due - clock()))
         running.append(asyncio.ensure_future(ask.send(session)))
     await asyncio.gather(*running)
@@ -51,19 +53,21 @@ async def overload(
     """Measure the peak goodput with ``IN_FLIGHT`` clients in a closed loop, then run open-loop arrivals at multiples of
     it, ``seconds`` each."""
     figures = []
-    async with House.running(directory / "overload", flags=FLAGS, door=DOOR) as house:
+    async with ChaosCluster.running(
+        directory / "overload", flags=FLAGS, coordinator_flags=COORDINATOR_FLAGS
+    ) as cluster:
         peak = usual_s = 0.0
         for factor in (0.0, *factors):
             name = f"{factor:g} times the peak" if factor else "the peak, closed loop"
             done = Figures(name)
             started = clock()
             if factor:
-                asks = _asks(house, round(factor * peak * seconds))
-                async with house.session() as session:
-                    await _arriving(house, session, asks, factor * peak)
+                asks = _asks(cluster, round(factor * peak * seconds))
+                async with cluster.session() as session:
+                    await _arriving(cluster, session, asks, factor * peak)
             else:
-                asks = _asks(house, 400)
-                await crowd(house, asks, IN_FLIGHT)
+                asks = _asks(cluster, 400)
+                await crowd(cluster, asks, IN_FLIGHT)
             ended = max(ask.ended_at for ask in asks)
             done.seconds = ended - started
             for ask in asks:
@@ -81,13 +85,13 @@ async def overload(
             _judge_refusals(done, asks, due=factor >= 2)
             itl_s = judge_gaps(done, asks, usual_s if factor >= 2 else 0.0)
             usual_s = usual_s or itl_s
-            done.free_s = max(0.0, await house.until_free() - ended)
+            done.free_s = max(0.0, await cluster.until_free() - ended)
             print(done.row(), flush=True)
             figures.append(done)
     return figures
 
 
-def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None:
+def _judge_refusals(figures: Figures, asks: Sequence[ChaosRequest], *, due: bool) -> None:
     """Judge the time until requests were rejected, as clients see it. With ``due``, some must have been rejected."""
     times = sorted(ask.ended_at - ask.started_at for ask in asks if ask.status in (429, 503))
     if not times:
@@ -99,7 +103,7 @@ def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None
         figures.late.append(f"refusals took {p99_s:.2f} s (p99)")
 
 
-def judge_gaps(figures: Figures, asks: Sequence[Ask], usual_s: float) -> float:
+def judge_gaps(figures: Figures, asks: Sequence[ChaosRequest], usual_s: float) -> float:
     """Judge the inter-token latencies, including the time from the last token to the end of a stream that timed out.
 
     Returns their p99 in seconds, which is compared with ``usual_s`` unless that is 0."""

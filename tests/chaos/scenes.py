@@ -19,7 +19,7 @@ from typing import Literal
 
 import aiohttp
 
-from tests.chaos.house import Ask, House, Stuck, Worker
+from tests.chaos.cluster import ChaosCluster, ChaosRequest, ChaosWorker, Stuck
 from tests.chaos.proxy import is_frame
 
 Phase = Literal["Q", "P", "X", "D", "S"]
@@ -42,23 +42,23 @@ class Scene:
     ``neighbours`` other requests that must not be affected. ``struck_at`` is when the fault began, ``back_s`` how long
     a restarted process took to be used, ``unqueued_s`` how long an abandoned request was still counted as queued."""
 
-    house: House
+    cluster: ChaosCluster
     session: aiohttp.ClientSession
-    ask: Ask
-    prefill: Worker
-    decode: Worker
-    neighbours: list[Ask] = field(default_factory=list)
+    ask: ChaosRequest
+    prefill: ChaosWorker
+    decode: ChaosWorker
+    neighbours: list[ChaosRequest] = field(default_factory=list)
     struck_at: float = 0.0
     back_s: float = 0.0
     unqueued_s: float = 0.0
-    tasks: dict[int, asyncio.Task[Ask]] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[ChaosRequest]] = field(default_factory=dict)
 
-    def send(self, ask: Ask) -> asyncio.Task[Ask]:
+    def send(self, ask: ChaosRequest) -> asyncio.Task[ChaosRequest]:
         task = self.tasks[id(ask)] = asyncio.ensure_future(ask.send(self.session))
         return task
 
     @property
-    def task(self) -> asyncio.Task[Ask]:
+    def task(self) -> asyncio.Task[ChaosRequest]:
         return self.tasks[id(self.ask)]
 
     async def over(self, within_s: float = 40.0) -> None:
@@ -66,22 +66,22 @@ class Scene:
         async with asyncio.timeout(within_s):
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
-    def other(self, worker: Worker) -> Worker:
-        return next(each for each in self.house.by_role(worker.role) if each is not worker)
+    def other(self, worker: ChaosWorker) -> ChaosWorker:
+        return next(each for each in self.cluster.by_role(worker.role) if each is not worker)
 
-    def steps(self, worker: Worker) -> list[tuple[float, int, int]]:
+    def steps(self, worker: ChaosWorker) -> list[tuple[float, int, int]]:
         """Return (time, start, end) of every segment of the request that ``worker`` has computed."""
-        request = self.house.id_of(self.ask)
+        request = self.cluster.id_of(self.ask)
         return [(at, start, end) for at, mine, _, start, end, _ in worker.steps() if mine == request]
 
 
 async def arrange(
-    house: House, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT, *, stream: bool = True
+    cluster: ChaosCluster, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT, *, stream: bool = True
 ) -> Scene:
     """Bring a request for ``output`` tokens into ``phase``. Raises Stuck if it does not get there."""
-    ask = house.ask(PROMPT, output, stream=stream and phase != "D")
-    scene = Scene(house, session, ask, house.by_role("prefill")[0], house.by_role("decode")[0])
-    for worker in house.by_role("decode"):
+    ask = cluster.ask(PROMPT, output, stream=stream and phase != "D")
+    scene = Scene(cluster, session, ask, cluster.by_role("prefill")[0], cluster.by_role("decode")[0])
+    for worker in cluster.by_role("decode"):
         worker.command(step_s=STEP_S)
     if phase != "idle":
         await bring(scene, phase)
@@ -94,34 +94,34 @@ async def bring(scene: Scene, phase: Phase) -> None:
 
 
 async def _queued(scene: Scene) -> None:
-    house = scene.house
-    scene.neighbours = [house.ask(PROMPT, 2 * scene.ask.max_tokens) for _ in range(BLOCKERS)]
+    cluster = scene.cluster
+    scene.neighbours = [cluster.ask(PROMPT, 2 * scene.ask.max_tokens) for _ in range(BLOCKERS)]
     for ask in scene.neighbours:
         scene.send(ask)
     streams = scene.neighbours  # a first token comes from prefill
-    await house.until(lambda: all(len(ask.ids) > 1 for ask in streams), ARRIVES_S, "the decode slots are taken")
+    await cluster.until(lambda: all(len(ask.ids) > 1 for ask in streams), ARRIVES_S, "the decode slots are taken")
     scene.send(scene.ask)
 
     async def waits() -> bool:
-        return (await house.requests())["waiting"] == 1
+        return (await cluster.requests())["waiting"] == 1
 
-    await house.poll(waits, ARRIVES_S, "the request is queued")
+    await cluster.poll(waits, ARRIVES_S, "the request is queued")
 
 
-async def _find(scene: Scene, role: str, position: int) -> Worker:
+async def _find(scene: Scene, role: str, position: int) -> ChaosWorker:
     """Wait for a worker that computes a chunk of the request beginning at ``position`` or later, and return it."""
-    workers = scene.house.by_role(role)
+    workers = scene.cluster.by_role(role)
 
-    def on() -> Worker | None:
+    def on() -> ChaosWorker | None:
         return next((each for each in workers if any(start >= position for _, start, _ in scene.steps(each))), None)
 
-    found: Worker = await scene.house.until(on, ARRIVES_S, f"a {role} worker computes the request")
+    found: ChaosWorker = await scene.cluster.until(on, ARRIVES_S, f"a {role} worker computes the request")
     return found
 
 
 async def _prefilling(scene: Scene) -> None:
     """Bring the request into phase P. One that has left it before we saw it is replaced by another request."""
-    for worker in scene.house.by_role("prefill"):
+    for worker in scene.cluster.by_role("prefill"):
         worker.command(token_s=TOKEN_S)
     for _ in range(TRIES):
         await _reserved(scene)
@@ -129,7 +129,7 @@ async def _prefilling(scene: Scene) -> None:
             return
         await scene.task
         assert scene.ask.verdict() == "exact"
-        scene.ask = scene.house.ask(PROMPT, scene.ask.max_tokens, stream=scene.ask.stream)
+        scene.ask = scene.cluster.ask(PROMPT, scene.ask.max_tokens, stream=scene.ask.stream)
     raise Stuck("prompts are over before they are seen")
 
 
@@ -137,17 +137,17 @@ async def _reserved(scene: Scene) -> None:
     """Send the request and wait until its second chunk is computed and a decode worker has reserved blocks for it."""
     scene.send(scene.ask)
     scene.prefill = await _find(scene, "prefill", CHUNK)
-    decodes, request = scene.house.by_role("decode"), scene.house.id_of(scene.ask)
-    scene.decode = await scene.house.until(
+    decodes, request = scene.cluster.by_role("decode"), scene.cluster.id_of(scene.ask)
+    scene.decode = await scene.cluster.until(
         lambda: next((each for each in decodes if request in each.holders), None), ARRIVES_S, "a reservation"
     )
 
 
 async def _transferring(scene: Scene) -> None:
-    decodes = scene.house.by_role("decode")
+    decodes = scene.cluster.by_role("decode")
     held = {worker.name: worker.data.hold_at(is_frame) for worker in decodes}
     scene.send(scene.ask)
-    await scene.house.until(lambda: any(event.is_set() for event in held.values()), ARRIVES_S, "a frame of KV")
+    await scene.cluster.until(lambda: any(event.is_set() for event in held.values()), ARRIVES_S, "a frame of KV")
     scene.decode = next(worker for worker in decodes if held[worker.name].is_set())
     scene.other(scene.decode).data.release()
     scene.prefill = await _find(scene, "prefill", PROMPT - CHUNK)
@@ -161,6 +161,6 @@ async def _decoding(scene: Scene) -> None:
 
 async def _streaming(scene: Scene) -> None:
     scene.send(scene.ask)
-    await scene.house.until(lambda: len(scene.ask.ids) >= 5, ARRIVES_S, "five tokens at the client")
+    await scene.cluster.until(lambda: len(scene.ask.ids) >= 5, ARRIVES_S, "five tokens at the client")
     scene.decode = await _find(scene, "decode", PROMPT)
     scene.prefill = await _find(scene, "prefill", 0)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.house import Ask, House, Stuck, clock, state_of
+from tests.chaos.cluster import ChaosCluster, ChaosRequest, Stuck, clock, state_of
 from tests.chaos.leaving import COMPUTED, QUEUED, SHIPPED, STREAMED, Leaving
 from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
@@ -39,13 +39,13 @@ stream waits for a slot on the other, full worker, up to the duration of the lon
 MOST_FAULTS_MISSED = 0.2
 """Fraction of the scheduled faults that may be missing: each waits until the system has recovered from the last."""
 Proof = Callable[[], bool]
-Hit = Callable[[House], Awaitable[Proof]]
+Hit = Callable[[ChaosCluster], Awaitable[Proof]]
 """Breaks something; returns the proof, to be evaluated while the fault lasts."""
 
 
 def _killed(role: str) -> Hit:
-    async def hit(house: House) -> Proof:
-        process = house.rng.choice(house.by_role(role)).process
+    async def hit(cluster: ChaosCluster) -> Proof:
+        process = cluster.rng.choice(cluster.by_role(role)).process
         assert process is not None
         process.kill()
         return lambda: process.returncode == -signal.SIGKILL
@@ -54,8 +54,8 @@ def _killed(role: str) -> Hit:
 
 
 def _stopped(role: str) -> Hit:
-    async def hit(house: House) -> Proof:
-        worker = house.rng.choice(house.by_role(role))
+    async def hit(cluster: ChaosCluster) -> Proof:
+        worker = cluster.rng.choice(cluster.by_role(role))
         assert worker.process is not None
         pid = worker.process.pid
         worker.signal(signal.SIGSTOP)
@@ -65,8 +65,8 @@ def _stopped(role: str) -> Hit:
 
 
 def _drained(role: str) -> Hit:
-    async def hit(house: House) -> Proof:
-        worker = house.rng.choice(house.by_role(role))
+    async def hit(cluster: ChaosCluster) -> Proof:
+        worker = cluster.rng.choice(cluster.by_role(role))
         process = worker.process
         assert process is not None
         worker.signal(signal.SIGTERM)
@@ -75,39 +75,39 @@ def _drained(role: str) -> Hit:
     return hit
 
 
-async def _reset_links(house: House) -> Proof:
-    struck = sum(worker.data.reset() for worker in house.by_role("decode"))
+async def _reset_links(cluster: ChaosCluster) -> Proof:
+    struck = sum(worker.data.reset() for worker in cluster.by_role("decode"))
     return lambda: struck > 0
 
 
-async def _reset_control(house: House) -> Proof:
-    struck = house.rng.choice(list(house.workers.values())).control.reset()
+async def _reset_control(cluster: ChaosCluster) -> Proof:
+    struck = cluster.rng.choice(list(cluster.workers.values())).control.reset()
     return lambda: struck > 0
 
 
-async def _black_hole(house: House) -> Proof:
-    proxy = house.rng.choice(house.by_role("decode")).data
+async def _black_hole(cluster: ChaosCluster) -> Proof:
+    proxy = cluster.rng.choice(cluster.by_role("decode")).data
     before = proxy.done["black_hole"]
-    proxy.only = f"{house.rng.choice(house.by_role('prefill')).incarnation}|"
+    proxy.only = f"{cluster.rng.choice(cluster.by_role('prefill')).incarnation}|"
     proxy.black_hole = True
     return lambda: proxy.done["black_hole"] > before
 
 
-async def _break_frames(house: House) -> Proof:
+async def _break_frames(cluster: ChaosCluster) -> Proof:
     rules = []
-    for worker in house.by_role("decode"):
+    for worker in cluster.by_role("decode"):
         for action in ("corrupt", "truncate", "drop", "duplicate", "reorder"):
             rules.append(Rule(action, is_frame, rate=0.05))  # type: ignore[arg-type]
             worker.data.rules.append(rules[-1])
     return lambda: any(rule.hits for rule in rules)
 
 
-async def _stall(house: House) -> Proof:
-    assert house.coordinator is not None
-    house.coordinator.send_signal(signal.SIGSTOP)
+async def _stall(cluster: ChaosCluster) -> Proof:
+    assert cluster.coordinator is not None
+    cluster.coordinator.send_signal(signal.SIGSTOP)
     await asyncio.sleep(0.5)  # the length of the fault itself
-    stalled = state_of(house.coordinator.pid) == "T"
-    house.coordinator.send_signal(signal.SIGCONT)
+    stalled = state_of(cluster.coordinator.pid) == "T"
+    cluster.coordinator.send_signal(signal.SIGCONT)
     return lambda: stalled
 
 
@@ -126,7 +126,9 @@ HITS: dict[str, Hit] = {
 }
 
 
-async def _break_things(house: House, faults: Counter[str], first: int, every_s: float, over: asyncio.Event) -> None:
+async def _break_things(
+    cluster: ChaosCluster, faults: Counter[str], first: int, every_s: float, over: asyncio.Event
+) -> None:
     """Inject the faults in turn, one every ``every_s`` seconds, until ``over`` is set.
 
     Each must be proved, and is repaired after ``LASTS_S`` (a process is restarted). Raises Stuck if one did not
@@ -140,16 +142,16 @@ async def _break_things(house: House, faults: Counter[str], first: int, every_s:
             return
         due = max(due + every_s, clock())
         name = names[(first + faults.total()) % len(names)]
-        proof = await HITS[name](house)
+        proof = await HITS[name](cluster)
         await asyncio.sleep(LASTS_S)
         try:
-            await house.until(proof, HAPPENED_S, f"{name}: it has happened")
+            await cluster.until(proof, HAPPENED_S, f"{name}: it has happened")
             faults[name] += 1
         except Stuck:
             if not over.is_set():  # without traffic, nothing can be lost on the way
                 raise
-        await house.restore()
-        await house.until_ready()
+        await cluster.restore()
+        await cluster.until_ready()
 
 
 async def soak(
@@ -163,10 +165,10 @@ async def soak(
         total.verdicts, total.faults = Counter(kept["verdicts"]), Counter(kept["faults"])
         total.seconds, total.gap_s, total.free_s = kept["seconds"], kept["gap_s"], kept["free_s"]
     done = total.verdicts.total()
-    async with House.running(directory / "soak", flags=FLAGS, seed=seed + done) as house:
-        leaving = Leaving(house)
+    async with ChaosCluster.running(directory / "soak", flags=FLAGS, seed=seed + done) as cluster:
+        leaving = Leaving(cluster)
         while done < requests and total.passed:
-            await _leg(house, leaving, total, min(LEG, requests - done), at_once, every_s)
+            await _leg(cluster, leaving, total, min(LEG, requests - done), at_once, every_s)
             _look(total, every_s)
             done = total.verdicts.total()
             print(total.row(), flush=True)
@@ -175,7 +177,7 @@ async def soak(
                     "verdicts": total.verdicts, "faults": total.faults, "seconds": total.seconds,
                     "gap_s": total.gap_s, "free_s": total.free_s,
                 }))  # fmt: skip
-            await house.repair()
+            await cluster.repair()
     return total
 
 
@@ -193,33 +195,35 @@ def _look(total: Figures, every_s: float) -> None:
         total.wrong.append(f"a gap of {total.gap_s:.2f} s")
 
 
-async def _leg(house: House, leaving: Leaving, total: Figures, count: int, at_once: int, every_s: float) -> None:
-    asks = [house.ask(house.rng.randrange(20, 160), house.rng.randrange(8, 48)) for _ in range(count)]
+async def _leg(
+    cluster: ChaosCluster, leaving: Leaving, total: Figures, count: int, at_once: int, every_s: float
+) -> None:
+    asks = [cluster.ask(cluster.rng.randrange(20, 160), cluster.rng.randrange(8, 48)) for _ in range(count)]
     moments = leaving.moments()
-    leave = {ask.seed: house.rng.choice(moments) for ask in asks if house.rng.random() < ABORTED}
-    for worker in house.workers.values():
+    leave = {ask.seed: cluster.rng.choice(moments) for ask in asks if cluster.rng.random() < ABORTED}
+    for worker in cluster.workers.values():
         worker.flags = (*FLAGS, "--step-s", str(STEP_S))  # for workers that are restarted
         worker.command(step_s=STEP_S)
     faults: Counter[str] = Counter()
     started = clock()
     over = asyncio.Event()
-    breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total(), every_s, over))
-    await crowd(house, asks, at_once, leave=leave)
+    breaking = asyncio.ensure_future(_break_things(cluster, faults, total.faults.total(), every_s, over))
+    await crowd(cluster, asks, at_once, leave=leave)
     over.set()
     (broke,) = await asyncio.gather(breaking, return_exceptions=True)
     if isinstance(broke, Exception):
         total.wrong.append(str(broke))
     ended = clock()
-    await house.restore()
-    await house.until_ready()
-    total.free_s = max(total.free_s, await house.until_free() - ended)
+    await cluster.restore()
+    await cluster.until_ready()
+    total.free_s = max(total.free_s, await cluster.until_free() - ended)
     total.seconds += ended - started
     total.faults += faults
     total.gap_s = max(total.gap_s, *(_gap(ask) for ask in asks))
     judge(total, asks)
 
 
-def _gap(ask: Ask) -> float:
+def _gap(ask: ChaosRequest) -> float:
     """Return the largest gap between two tokens. The wait for the first token is not included: it is queueing."""
     return ask.largest_gap(ask.arrivals[0]) if ask.arrivals and not ask.left else 0.0
 
@@ -258,20 +262,20 @@ async def aborts(directory: Path, *, count: int) -> list[HangUps]:
         "S": (f"it streams, {SCENE_STEP_S:.2f} s a step", SCENE_STEP_S),
     }
     found = []
-    async with House.running(
+    async with ChaosCluster.running(
         directory / "aborts", flags=("--watched", "--max-num-batched-tokens", str(CHUNK))
-    ) as house:
+    ) as cluster:
         for phase, (name, step_s) in phases.items():
-            found.append(HangUps(name, step_s, sorted([await _abort(house, phase) for _ in range(count)])))
+            found.append(HangUps(name, step_s, sorted([await _abort(cluster, phase) for _ in range(count)])))
     return found
 
 
-async def _abort(house: House, phase: Phase) -> float:
-    async with house.session() as session:
-        scene = await arrange(house, phase, session)
+async def _abort(cluster: ChaosCluster, phase: Phase) -> float:
+    async with cluster.session() as session:
+        scene = await arrange(cluster, phase, session)
         at = clock()
         scene.task.cancel()
         await asyncio.gather(scene.task, return_exceptions=True)
-        freed_at = await house.until_free()
-        await house.repair()
+        freed_at = await cluster.until_free()
+        await cluster.repair()
     return freed_at - at

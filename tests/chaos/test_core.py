@@ -26,6 +26,6 @@ def test_every_cell_has_a_name_of_its_own() -> None:
 @pytest.mark.alone
 async def test_core_of_the_failure_matrix(tmp_path: Path, subtests: pytest.Subtests) -> None:
     cells = [replace(cell, bound_s=cell.bound_s + BUSY_S) for cell in CORE]
-    for result in await matrix.run(cells, tmp_path, houses=2):
+    for result in await matrix.run(cells, tmp_path, clusters=2):
         with subtests.test(result.cell.id):
             assert result.passed, result.wrong

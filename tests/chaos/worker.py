@@ -52,7 +52,7 @@ FIRST_FAULT = FAILS_ONCE
 ONLY_FIRST = {FAILS_ONCE, OUT_OF_MEMORY}
 
 
-def tell(event: str, **fields: Any) -> None:
+def report_event(event: str, **fields: Any) -> None:
     """Write an event as one line in one system call, so that it is complete even if the process dies afterwards."""
     line = json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n"
     os.write(sys.stdout.fileno(), line.encode())
@@ -78,7 +78,7 @@ class ChaosEngine(OracleEngine):
         if self.stuck_s:
             self.stuck_s = _stuck("step", self.stuck_s)
         if self.watched:
-            tell("step", segments=[
+            report_event("step", segments=[
                 [segment.sequence.request.id.hex(), segment.sequence.attempt, segment.start, segment.end,
                  segment.wants_token]
                 for segment in batch.segments
@@ -96,7 +96,7 @@ class ChaosEngine(OracleEngine):
     def _reported(self, sequence: Sequence, ids: list[int]) -> list[int]:
         if not ids or sequence.output_length != self.lie_at:
             return ids
-        tell("lie", request=sequence.request.id.hex(), position=self.lie_at)
+        report_event("lie", request=sequence.request.id.hex(), position=self.lie_at)
         self.lie_at = None
         return [(ids[0] + 1) % self.vocab_size, *ids[1:]]
 
@@ -109,7 +109,7 @@ class ChaosEngine(OracleEngine):
             return ""
         if token == KILLS_LATE and segment.start < len(prompt) + LATE:
             return ""
-        tell("fault", token=token, request=sequence.request.id.hex(), attempt=sequence.attempt)
+        report_event("fault", token=token, request=sequence.request.id.hex(), attempt=sequence.attempt)
         if token in (KILLS, KILLS_LATE):
             os.kill(os.getpid(), signal.SIGKILL)
         if token == RAISES:
@@ -119,9 +119,9 @@ class ChaosEngine(OracleEngine):
 
 def _stuck(within: str, seconds: float) -> float:
     """Report, sleep for ``seconds``, and return 0, the new value of the command."""
-    tell("stuck", within=within)
+    report_event("stuck", within=within)
     time.sleep(seconds)
-    tell("unstuck")
+    report_event("unstuck")
     return 0.0
 
 
@@ -134,7 +134,7 @@ class _Told:
 
     def introduce(self, hello: Hello) -> Hello:
         hello = super().introduce(hello)  # type: ignore[misc]
-        tell("listening", address=hello.data_address, incarnation=hello.incarnation)
+        report_event("listening", address=hello.data_address, incarnation=hello.incarnation)
         if not hello.data_address or not self.advertised:
             return hello
         return msgspec.structs.replace(hello, data_address=self.advertised)
@@ -142,7 +142,7 @@ class _Told:
     def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
         accepted: bool = super().accept(request, attempt, now, tokens)  # type: ignore[misc]
         if accepted:
-            tell("taken", request=request.id.hex(), seed=request.sampling.seed)
+            report_event("taken", request=request.id.hex(), seed=request.sampling.seed)
         return accepted
 
     def abort(self, transfer: TransferId) -> None:
@@ -159,7 +159,7 @@ class _Told:
         super()._publish()  # type: ignore[misc]
         parked: int = self.planner.preemptions  # type: ignore[attr-defined]
         if parked > self._parked:
-            tell("parked")
+            report_event("parked")
         self._parked = parked
         cache: KvCache = self.cache  # type: ignore[attr-defined]
         listed: set[TransferId] = self.holdings()  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ class _Told:
             engine: ChaosEngine = self.engine  # type: ignore[attr-defined]
             if engine.slows_at is not None and now[0] >= engine.slows_at:
                 engine.slows_at, engine.step_s = None, engine.slow_s
-            tell("held", blocks=now[0], requests=now[1], by=now[2])
+            report_event("held", blocks=now[0], requests=now[1], by=now[2])
 
 
 def _transfer_of(holder: Holder) -> tuple[str, int]:

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.spawner import Spawner
-from tests.e2e.system import MODEL_LEN, Process
+from tests.e2e.system import MODEL_LEN, TandemProcess
 from tests.reference import Reference
 
 
 @pytest.fixture(scope="module", autouse=True)
 def spawner(one_spawner: Spawner) -> Iterator[None]:
     """Let the workers of all systems in this folder share one import of torch and transformers."""
-    Process.spawner = one_spawner
+    TandemProcess.spawner = one_spawner
     yield
-    Process.spawner = None
+    TandemProcess.spawner = None
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """A whole system as an operator starts it, and a client as a user writes one.
 
-:class:`System` runs ``tandem up`` (or any other ``tandem`` command) in processes of its own, waits until it is ready,
-keeps its log, stops it, and checks that no process is left. :class:`Client` speaks HTTP and returns what tests check:
-token ids, log-probabilities, finish reasons, usage, headers.
+:class:`RunningSystem` runs ``tandem up`` (or any other ``tandem`` command) in processes of its own, waits until it is
+ready, keeps its log, stops it, and checks that no process is left. :class:`Client` speaks HTTP and returns what tests
+check: token ids, log-probabilities, finish reasons, usage, headers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 @dataclass
-class Process:
+class TandemProcess:
     """One ``tandem`` command and its descendants, logging into a file."""
 
     log: Path
@@ -69,7 +69,7 @@ class Process:
     """The session's spawner, if workers are to share their imports; else each is started as an operator starts it."""
 
     @classmethod
-    def start(cls, log: Path, *words: str | Path) -> Process:
+    def start(cls, log: Path, *words: str | Path) -> TandemProcess:
         leaked_keys.watch(log)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         start = cls.spawner.popen() if cls.spawner else subprocess.Popen
@@ -132,16 +132,16 @@ class Process:
 
 
 @dataclass
-class System:
+class RunningSystem:
     """A running system; ``url`` is the base URL of its HTTP API."""
 
-    process: Process
+    process: TandemProcess
     url: str
     name: str = "model"
 
     @classmethod
     @contextmanager
-    def up(cls, directory: Path, model: Path, *flags: str, small: Sequence[str] = SMALL) -> Iterator[System]:
+    def up(cls, directory: Path, model: Path, *flags: str, small: Sequence[str] = SMALL) -> Iterator[RunningSystem]:
         """``tandem up MODEL FLAGS`` on free ports, for the duration of the block."""
         words = ["up", model, "--port", "0", "--control-port", "0", "--served-model-name", cls.name, *small, *flags]
         with cls.running(directory / "up.log", *words) as system:
@@ -149,9 +149,9 @@ class System:
 
     @classmethod
     @contextmanager
-    def running(cls, log: Path, *words: str | Path, until_ready: bool = True) -> Iterator[System]:
+    def running(cls, log: Path, *words: str | Path, until_ready: bool = True) -> Iterator[RunningSystem]:
         """Run any command that serves HTTP on a port that it logs; a coordinator is ready once workers have joined."""
-        process = Process.start(log, *words)
+        process = TandemProcess.start(log, *words)
         try:
             system = cls(process, cls._find_url(process))
             if until_ready:
@@ -163,7 +163,7 @@ class System:
         process.stop()
 
     @staticmethod
-    def _find_url(process: Process) -> str:
+    def _find_url(process: TandemProcess) -> str:
         deadline = time.monotonic() + READY_S
         while not (found := _URL.search(process.text)):
             process.check_alive()
@@ -211,7 +211,7 @@ class Choice:
 
 
 @dataclass
-class Answer:
+class ServedAnswer:
     """An answer. ``prompt`` holds the ids of the prompt that each choice continues."""
 
     status: int
@@ -238,7 +238,7 @@ class Answer:
 class Client:
     """A user of one system."""
 
-    def __init__(self, session: aiohttp.ClientSession, system: System) -> None:
+    def __init__(self, session: aiohttp.ClientSession, system: RunningSystem) -> None:
         self.session, self.system = session, system
 
     # -- generating ---------------------------------------------------------------------------------------------------
@@ -247,17 +247,17 @@ class Client:
         """Send one request as it is; the caller reads the response."""
         return await self.session.post(path, json={"model": self.system.name, **fields})
 
-    async def complete(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
+    async def complete(self, prompt: Sequence[int] | str, **fields: Any) -> ServedAnswer:
         """POST /v1/completions, not streaming; AssertionError unless 200."""
         return await self._whole("/v1/completions", prompt=prompt, **fields)
 
-    async def chat(self, text: str, **fields: Any) -> Answer:
+    async def chat(self, text: str, **fields: Any) -> ServedAnswer:
         """POST /v1/chat/completions with one user message, not streaming."""
         return await self._whole("/v1/chat/completions", messages=[{"role": "user", "content": text}], **fields)
 
     async def stream(
         self, prompt: Sequence[int] | str, *, begun: asyncio.Future[Mapping[str, str]] | None = None, **fields: Any
-    ) -> Answer:
+    ) -> ServedAnswer:
         """POST /v1/completions, streaming; return all chunks as one answer. ``begun`` receives the response headers."""
         fields = {"stream_options": {"include_usage": True}, **fields}
         response = await self.post("/v1/completions", prompt=prompt, stream=True, return_token_ids=True, **fields)
@@ -265,7 +265,7 @@ class Client:
             assert response.status == 200, await response.text()
             if begun is not None:
                 begun.set_result(response.headers)
-            answer = Answer(200, dict(response.headers), [], [], {}, {}, {})
+            answer = ServedAnswer(200, dict(response.headers), [], [], {}, {}, {})
             async for event in events(response):
                 assert "error" not in event, event
                 answer.usage = event.get("usage") or answer.usage
@@ -276,7 +276,7 @@ class Client:
                     _add_chunk(answer, answer.choices[part["index"]], part)
             return answer
 
-    async def _whole(self, path: str, **fields: Any) -> Answer:
+    async def _whole(self, path: str, **fields: Any) -> ServedAnswer:
         response = await self.post(path, return_token_ids=True, **fields)
         async with response:
             body = await response.json()
@@ -284,7 +284,7 @@ class Client:
             choices = [_choice(part) for part in body["choices"]]
             prompt = body.get("prompt_token_ids") or body["choices"][0]["prompt_token_ids"]
             headers = dict(response.headers)
-            return Answer(200, headers, choices, prompt, body["usage"], body.get("tandem", {}), body)
+            return ServedAnswer(200, headers, choices, prompt, body["usage"], body.get("tandem", {}), body)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ def _choice(part: dict[str, Any]) -> Choice:
     return choice
 
 
-def _add_chunk(answer: Answer, choice: Choice, part: dict[str, Any]) -> None:
+def _add_chunk(answer: ServedAnswer, choice: Choice, part: dict[str, Any]) -> None:
     answer.prompt = part.get("prompt_token_ids") or answer.prompt
     assert choice.finish_reason is None, "a chunk after the finish reason"
     choice.token_ids += part.get("token_ids", [])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.eval.evaluate import EvaluationReport, drops, evaluate
 from common import builtin
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +29,9 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     """Return a function that starts a system, evaluates the golden set on it, and stops it."""
 
     def measure(*flags: str, model: Path | None = None) -> EvaluationReport:
-        with System.up(tmp_path_factory.mktemp("served"), model or builtin.path(), *flags, small=SMALL) as system:
+        with RunningSystem.up(
+            tmp_path_factory.mktemp("served"), model or builtin.path(), *flags, small=SMALL
+        ) as system:
             return asyncio.run(evaluate(system.url, concurrency=16))
 
     return measure

@@ -15,7 +15,7 @@ import pytest
 
 from common import builtin
 from common.net.hosts import is_loopback
-from tests.e2e.system import READY_S, SMALL, Process, System, sampling_of
+from tests.e2e.system import READY_S, SMALL, RunningSystem, TandemProcess, sampling_of
 from tests.e2e.test_tokens import travelled
 from tests.leaked_keys import keygen
 from tests.reference import Reference
@@ -42,10 +42,12 @@ def reference() -> Reference:
 
 
 @contextlib.contextmanager
-def worker(directory: Path, role: str, system: System, *flags: str) -> Iterator[Process]:
+def worker(directory: Path, role: str, system: RunningSystem, *flags: str) -> Iterator[TandemProcess]:
     found = _CONTROL.search(system.process.text)
     assert found is not None, system.process.text
-    process = Process.start(directory / f"{role}.log", role, "--coordinator", found[1], "--name", role, *SMALL, *flags)
+    process = TandemProcess.start(
+        directory / f"{role}.log", role, "--coordinator", found[1], "--name", role, *SMALL, *flags
+    )
     try:
         yield process
     except BaseException:
@@ -54,7 +56,7 @@ def worker(directory: Path, role: str, system: System, *flags: str) -> Iterator[
     process.stop()
 
 
-async def until_serving(system: System, *workers: Process) -> None:
+async def until_serving(system: RunningSystem, *workers: TandemProcess) -> None:
     async with system.client() as client:
         deadline = time.monotonic() + READY_S
         while {each["state"] for each in (await client.workers()).values()} != {"ready"} or await client.ready() != 200:
@@ -75,7 +77,7 @@ async def test_keyed_parts_hand_over_across_an_open_address(
     words = "coordinator", "--port", "0", "--control-host", host, "--control-port", "0", "--local-prefill", "never"
     flags = "--host", host, "--kv-transport", "zmq", "--kv-encryption", encryption, *name, *keyed
     with (
-        System.running(tmp_path / "coordinator.log", *words, *name, *keyed, until_ready=False) as system,
+        RunningSystem.running(tmp_path / "coordinator.log", *words, *name, *keyed, until_ready=False) as system,
         worker(tmp_path, "prefill", system, *flags) as prefill,
         worker(tmp_path, "decode", system, *flags) as decode,
     ):
@@ -95,7 +97,7 @@ async def test_ends_that_disagree_about_encryption_are_refused_in_words(tmp_path
     keyed = "--cluster-key-file", str(keys)
     words = "coordinator", "--port", "0", "--control-host", host, "--control-port", "0"
     with (
-        System.running(tmp_path / "coordinator.log", *words, *keyed, until_ready=False) as system,
+        RunningSystem.running(tmp_path / "coordinator.log", *words, *keyed, until_ready=False) as system,
         worker(tmp_path, "prefill", system, "--host", host, *keyed) as prefill,
     ):
         async with system.client() as client:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import MODEL_LEN, READY_S, Client, Process, System, sampling_of
+from tests.e2e.system import MODEL_LEN, READY_S, Client, RunningSystem, TandemProcess, sampling_of
 from tests.e2e.test_tokens import prompt_of
 from tests.pace import scaled
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
@@ -29,15 +29,15 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("llama")
 
 
-class Cluster:
+class ElasticCluster:
     """A coordinator and the workers started for it."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory, self.model = directory, model
-        self.workers: dict[str, Process] = {}
-        words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
-        self.coordinator = Process.start(directory / "coordinator.log", *words)
-        self.system = System(self.coordinator, System._find_url(self.coordinator))
+        self.workers: dict[str, TandemProcess] = {}
+        words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", RunningSystem.name]
+        self.coordinator = TandemProcess.start(directory / "coordinator.log", *words)
+        self.system = RunningSystem(self.coordinator, RunningSystem._find_url(self.coordinator))
         found = _CONTROL.search(self.coordinator.text)
         assert found, self.coordinator.text
         self.control = f"127.0.0.1:{found[1]}"
@@ -45,8 +45,8 @@ class Cluster:
     def start(self, role: str, name: str, *flags: str) -> None:
         words = [role, self.model, "--coordinator", self.control, "--name", name, "--threads", "1"]
         words += ["--dtype", "float32", "--num-kv-blocks", "300", "--max-model-len", str(MODEL_LEN), *flags]
-        words += ["--served-model-name", System.name]
-        self.workers[name] = Process.start(self.directory / f"{name}.log", *words)
+        words += ["--served-model-name", RunningSystem.name]
+        self.workers[name] = TandemProcess.start(self.directory / f"{name}.log", *words)
 
     async def until_ready(self, client: Client, *names: str) -> None:
         deadline = time.monotonic() + READY_S
@@ -76,14 +76,14 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, model: Path) -> Iterator[ElasticCluster]:
     with _cluster(tmp_path, model) as made:
         yield made
 
 
 @contextmanager
-def _cluster(directory: Path, model: Path) -> Iterator[Cluster]:
-    made = Cluster(directory, model)
+def _cluster(directory: Path, model: Path) -> Iterator[ElasticCluster]:
+    made = ElasticCluster(directory, model)
     try:
         yield made
         made.stop_all()
@@ -92,7 +92,7 @@ def _cluster(directory: Path, model: Path) -> Iterator[Cluster]:
 
 
 async def test_workers_join_and_leave_a_running_system(
-    cluster: Cluster, oracle: Callable[[str], Reference], model: Path
+    cluster: ElasticCluster, oracle: Callable[[str], Reference], model: Path
 ) -> None:
     reference = oracle("llama")
 
@@ -154,7 +154,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_killed_worker_costs_a_pause_and_no_token(
-    cluster: Cluster, oracle: Callable[[str], Reference], role: str
+    cluster: ElasticCluster, oracle: Callable[[str], Reference], role: str
 ) -> None:
     """Requests with penalties, seeds, log-probabilities and several choices continue as if no worker had died."""
     reference = oracle("llama")
@@ -186,7 +186,7 @@ async def test_a_killed_worker_costs_a_pause_and_no_token(
 
 
 async def test_a_second_signal_stops_a_worker_that_was_started_alone(
-    cluster: Cluster, oracle: Callable[[str], Reference]
+    cluster: ElasticCluster, oracle: Callable[[str], Reference]
 ) -> None:
     """The second signal comes in the middle of a stream, which continues on another worker."""
     fields = {"temperature": 0.0, "max_tokens": 1900, "ignore_eos": True}
@@ -213,7 +213,7 @@ async def test_a_second_signal_stops_a_worker_that_was_started_alone(
 
 
 async def test_workers_of_different_kv_dtypes_serve_together(
-    cluster: Cluster, oracle: Callable[[str], Reference]
+    cluster: ElasticCluster, oracle: Callable[[str], Reference]
 ) -> None:
     """Answers are right within bfloat16's tolerance, and within float32's once both workers use float32."""
     reference = oracle("llama")
@@ -240,7 +240,7 @@ async def test_workers_of_different_kv_dtypes_serve_together(
         assert await ask(client, 100, FLOAT32) == ("disagg", "d1", 96)
 
 
-async def test_a_worker_of_another_model_is_refused(cluster: Cluster, checkpoint: Callable[[str], Path]) -> None:
+async def test_a_worker_of_another_model_is_refused(cluster: ElasticCluster, checkpoint: Callable[[str], Path]) -> None:
     async with cluster.system.client() as client:
         cluster.start("decode", "d0")
         await cluster.until_ready(client, "d0")

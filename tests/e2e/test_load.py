@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.system import SMALL, Client, System, events, sampling_of
+from tests.e2e.system import SMALL, Client, RunningSystem, events, sampling_of
 from tests.e2e.test_tokens import TWO_TWO, metrics, prompt_of
 from tests.pace import scaled
 from tests.reference import Reference
@@ -30,10 +30,10 @@ repeated."""
 
 
 @pytest.fixture(scope="module")
-def system(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     # so few blocks that sequences run short of them and the cache evicts
     small = [*SMALL, "--num-kv-blocks", "300"]
-    with System.up(tmp_path_factory.mktemp("load"), checkpoint("llama"), *TWO_TWO, small=small) as running:
+    with RunningSystem.up(tmp_path_factory.mktemp("load"), checkpoint("llama"), *TWO_TWO, small=small) as running:
         yield running
 
 
@@ -115,7 +115,7 @@ def outcomes(samples: dict[str, float]) -> dict[str, float]:
 
 
 async def test_everything_is_accounted_for_and_all_blocks_come_back(
-    system: System, oracle: Callable[[str], Reference]
+    system: RunningSystem, oracle: Callable[[str], Reference]
 ) -> None:
     async with system.client() as client:
         load = Load(client, seed=20)
@@ -136,7 +136,7 @@ async def test_everything_is_accounted_for_and_all_blocks_come_back(
         reference.check(prompt, ids, sampling_of(fields), name=f"{len(prompt)} tokens")
 
 
-async def test_a_client_that_leaves_frees_its_blocks_at_once(system: System) -> None:
+async def test_a_client_that_leaves_frees_its_blocks_at_once(system: RunningSystem) -> None:
     """Clients leave while the prompt is computed, while its KV travels, and while the answer streams."""
     async with system.client() as client:
         for tokens in (0, 0, 0, 1, 2, 30):

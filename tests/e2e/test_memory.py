@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import Client, System
+from tests.e2e.system import Client, RunningSystem
 from tests.e2e.test_tokens import COLOCATED, ONE_ONE, SAMPLED, check, metrics, prompt_of
 from tests.pace import scaled
 from tests.reference import Reference
@@ -38,7 +38,7 @@ async def test_a_pool_that_is_too_small_for_all_serves_all(
 
     long = [(prompt_of(20 + index, 89), sampled(index, 800)) for index in range(2)]
     short = [(prompt_of(20 + 5 * index, 90), sampled(index, 100)) for index in range(12)]
-    with System.up(tmp_path, checkpoint("llama"), *flags, small=TIGHT) as system:
+    with RunningSystem.up(tmp_path, checkpoint("llama"), *flags, small=TIGHT) as system:
         async with system.client() as client:
             answers = [await asyncio.gather(*(client.complete(p, **f) for p, f in part)) for part in (long, short)]
             await client.until_idle(within_s=2)

@@ -27,7 +27,7 @@ import aiohttp
 import pytest
 
 from tests import leaked_keys
-from tests.chaos.house import Ask, oracle_checkpoint
+from tests.chaos.cluster import ChaosRequest, oracle_checkpoint
 from tests.chaos.worker import FIRST_FAULT
 from tests.e2e.relay import enter as enter_namespace
 from tests.fakes.oracle import oracle_layout
@@ -197,7 +197,7 @@ class Started:
             leaked_keys.search(self._log)
 
 
-class Cluster:
+class NamespacedCluster:
     """The system on both sides of the wire."""
 
     def __init__(self, wire: Wire, directory: Path) -> None:
@@ -243,11 +243,11 @@ class Cluster:
 
         return asyncio.run(get())
 
-    def ask(self, count: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> list[Ask]:
+    def ask(self, count: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> list[ChaosRequest]:
         """Send ``count`` requests at once and return them with their answers; ``meanwhile`` runs when half of them
         stream."""
         asks = [
-            Ask([self.rng.randrange(FIRST_FAULT) for _ in range(200)], 60, self.rng.getrandbits(63))
+            ChaosRequest([self.rng.randrange(FIRST_FAULT) for _ in range(200)], 60, self.rng.getrandbits(63))
             for _ in range(count)
         ]
 
@@ -270,8 +270,8 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(wire: Wire, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(wire, tmp_path_factory.mktemp("cluster"))
+def cluster(wire: Wire, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamespacedCluster]:
+    cluster = NamespacedCluster(wire, tmp_path_factory.mktemp("cluster"))
     try:
         cluster.open()
         yield cluster
@@ -295,7 +295,7 @@ def test_the_wire_is_as_slow_as_it_says(wire: Wire) -> None:
         assert min(inside(wire.here, dial) for _ in range(3)) >= 2 * DELAY_MS / 1000
 
 
-def test_it_serves_over_the_wire(cluster: Cluster) -> None:
+def test_it_serves_over_the_wire(cluster: NamespacedCluster) -> None:
     before = cluster.wire.arrived()
     asks = cluster.ask(8)
     assert [each.verdict() for each in asks] == ["exact"] * 8
@@ -304,7 +304,7 @@ def test_it_serves_over_the_wire(cluster: Cluster) -> None:
     assert cluster.wire.arrived() - before > kv_bytes, "the KV has come this way"
 
 
-def test_a_partition_of_five_seconds_costs_no_answer(cluster: Cluster) -> None:
+def test_a_partition_of_five_seconds_costs_no_answer(cluster: NamespacedCluster) -> None:
     async def pull_the_plug() -> None:
         cluster.wire.set("down")
         try:
@@ -322,7 +322,7 @@ def test_a_partition_of_five_seconds_costs_no_answer(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("whose", "words"), [("nobody's", "it requires a key"), ("another cluster's", "keys of another tandem keygen")]
 )
-def test_strangers_are_turned_away_in_words(cluster: Cluster, tmp_path: Path, whose: str, words: str) -> None:
+def test_strangers_are_turned_away_in_words(cluster: NamespacedCluster, tmp_path: Path, whose: str, words: str) -> None:
     other = leaked_keys.keygen(tmp_path / "other.key")
     name = f"stranger-{len(cluster.started)}"
     stranger = cluster.worker(cluster.wire.there, "decode", name, other if whose == "another cluster's" else None)
@@ -333,7 +333,7 @@ def test_strangers_are_turned_away_in_words(cluster: Cluster, tmp_path: Path, wh
     assert [each.verdict() for each in cluster.ask(2)] == ["exact"] * 2
 
 
-def test_a_worker_without_keys_does_not_even_start(cluster: Cluster) -> None:
+def test_a_worker_without_keys_does_not_even_start(cluster: NamespacedCluster) -> None:
     words = "deploy.cli", "decode", str(cluster.model), "--coordinator", cluster.control, "--host", THERE
     bare = cluster.start(cluster.wire.there, "bare", *words)
     assert bare.process.wait(WAIT_S) == 1

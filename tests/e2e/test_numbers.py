@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import SMALL, System, sampling_of
+from tests.e2e.system import SMALL, RunningSystem, sampling_of
 from tests.e2e.test_tokens import COLOCATED, ONE_ONE, check, prompt_of
 from tests.reference import BFLOAT16, Reference
 
@@ -29,7 +29,7 @@ async def test_a_long_neighbour_changes_nothing(
     nothing."""
     greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
     short, long = prompt_of(20, 70), prompt_of(1400, 71)
-    with System.up(tmp_path, checkpoint(kind), *flags, "--local-prefill", "never") as system:
+    with RunningSystem.up(tmp_path, checkpoint(kind), *flags, "--local-prefill", "never") as system:
         async with system.client() as client:
             alone = await client.complete(short, **greedy, max_tokens=40)
             beside, neighbour, other = await asyncio.gather(
@@ -48,7 +48,7 @@ async def test_bf16_runs_and_stays_close(
     small = [word if word != "float32" else "bfloat16" for word in SMALL]
     reference = oracle("llama-untied")
     chooser = random.Random(8)
-    with System.up(tmp_path, checkpoint("llama-untied"), *ONE_ONE, small=small) as system:
+    with RunningSystem.up(tmp_path, checkpoint("llama-untied"), *ONE_ONE, small=small) as system:
         async with system.client() as client:
             fields = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
             prompts = [prompt_of(chooser.choice([3, 16, 40, 300]), 80 + index) for index in range(12)]

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e import spawner
 from tests.e2e.spawner import ROOT, Spawner
-from tests.e2e.system import Process, System
+from tests.e2e.system import RunningSystem, TandemProcess
 from tests.e2e.test_tokens import ONE_ONE
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +30,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def pids_of_workers(system: System) -> list[int]:
+async def pids_of_workers(system: RunningSystem) -> list[int]:
     async with system.client() as client:
         return [worker["pid"] for worker in (await client.workers()).values()]
 
@@ -39,7 +39,7 @@ def test_workers_are_children_of_their_launcher_share_its_imports_and_die_with_i
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        system = stack.enter_context(System.up(tmp_path, checkpoint("llama"), *ONE_ONE))
+        system = stack.enter_context(RunningSystem.up(tmp_path, checkpoint("llama"), *ONE_ONE))
         launcher, pids = system.process.popen, asyncio.run(pids_of_workers(system))
         assert len(pids) == 2
         for pid in pids:
@@ -60,9 +60,9 @@ def test_workers_are_children_of_their_launcher_share_its_imports_and_die_with_i
 
 
 def test_exit_code_output_and_folder_are_the_commands_own(tmp_path: Path) -> None:
-    assert Process.spawner is not None
+    assert TandemProcess.spawner is not None
     words = [sys.executable, "-m", "deploy.cli", "up", str(tmp_path / "nowhere")]
-    start = Process.spawner.popen()
+    start = TandemProcess.spawner.popen()
     forked = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     usual = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
     said = forked.communicate(timeout=60)
@@ -72,10 +72,10 @@ def test_exit_code_output_and_folder_are_the_commands_own(tmp_path: Path) -> Non
 
 def test_standard_input_is_handed_over() -> None:
     """A launcher passes the configuration and keys of its child processes this way."""
-    assert Process.spawner is not None
+    assert TandemProcess.spawner is not None
     command = [sys.executable, "-m", "deploy.cli", "up", "--config", "/dev/stdin"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    forked = Process.spawner.popen()(command, **pipes, text=True, cwd=ROOT)
+    forked = TandemProcess.spawner.popen()(command, **pipes, text=True, cwd=ROOT)
     said = "".join(forked.communicate("portt: 5", timeout=60))
     assert forked.returncode == 1 and "unknown key portt" in said
 

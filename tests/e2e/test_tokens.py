@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import Answer, Client, System, sampling_of
+from tests.e2e.system import Client, RunningSystem, ServedAnswer, sampling_of
 from tests.models import EOS, SPECIALS, VOCAB
 from tests.pace import scaled
 from tests.reference import Reference
@@ -76,11 +76,11 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 @pytest.fixture(scope="module")
 def system(
     setup: Setup, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[System]:
+) -> Iterator[RunningSystem]:
     # never: with local prefill on decode no KV would travel, and the tests would not check the hand-off
     flags = (*setup.flags, "--kv-transport", setup.link, "--local-prefill", "never")
     flags += ("--insecure-cluster",) if setup.link == "nixl" else ()
-    with System.up(tmp_path_factory.mktemp(str(setup)), checkpoint(setup.kind), *flags) as running:
+    with RunningSystem.up(tmp_path_factory.mktemp(str(setup)), checkpoint(setup.kind), *flags) as running:
         yield running
 
 
@@ -110,7 +110,7 @@ async def travelled(client: Client) -> dict[str, int]:
     return {key.split('"')[1]: value for key, value in total.items() if value}
 
 
-def check(reference: Reference, answer: Answer, fields: dict[str, Any], name: str = "") -> None:
+def check(reference: Reference, answer: ServedAnswer, fields: dict[str, Any], name: str = "") -> None:
     """Check every choice of ``answer`` and its finish reason against the oracle."""
     sampling = sampling_of(fields)
     for index, choice in enumerate(answer.choices):
@@ -143,7 +143,7 @@ def mixed(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     return [(prompt, {**fields, "logprobs": 1, "cache_salt": f"mixed-{seed}"}) for prompt, fields in requests]
 
 
-async def test_all_at_once(setup: Setup, system: System, reference: Reference) -> None:
+async def test_all_at_once(setup: Setup, system: RunningSystem, reference: Reference) -> None:
     requests = mixed(seed=1)
     assert len(requests) == len(LENGTHS) + len(SAMPLED)
     async with system.client() as client:
@@ -158,7 +158,7 @@ async def test_all_at_once(setup: Setup, system: System, reference: Reference) -
         check(reference, answer, fields, f"{len(prompt)} tokens, {fields}")
 
 
-async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: System, reference: Reference) -> None:
+async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: RunningSystem, reference: Reference) -> None:
     """With two prefill workers the router must find the one that has the prefix."""
     async with system.client() as client:
         for length in (16, 17, 33, 200):
@@ -174,7 +174,7 @@ async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: System
                 check(reference, answer, fields, f"{length} tokens")
 
 
-async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system: System) -> None:
+async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system: RunningSystem) -> None:
     """The whole prompt travels the first time; the second time only what the decode worker has not cached. The answers
     last longer than their hand-offs, since otherwise the sender may not learn that a hand-off was completed."""
     fields = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True, "cache_salt": "link"}
@@ -199,7 +199,7 @@ async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system:
     assert again == (whole * 4 // 100 if first == second else whole)
 
 
-async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: System) -> None:
+async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: RunningSystem) -> None:
     """The exposed hand-off time appears in /metrics, soon after the answer if the sender had no core before that."""
     name = 'tandem_stage_seconds_sum{stage="transfer_exposed"}'
     async with system.client() as client:
@@ -218,7 +218,7 @@ async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: System
     assert (shown > 0) == (answer.path == "disagg")
 
 
-async def test_a_stream_is_the_same_answer_token_by_token(system: System, reference: Reference) -> None:
+async def test_a_stream_is_the_same_answer_token_by_token(system: RunningSystem, reference: Reference) -> None:
     fields = {**SAMPLED[4], "seed": 42, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "n": 2}
     prompt = prompt_of(47, 3)
     async with system.client() as client:
@@ -230,7 +230,7 @@ async def test_a_stream_is_the_same_answer_token_by_token(system: System, refere
     assert streamed.choices[0].token_ids != streamed.choices[1].token_ids, "each choice has noise of its own"
 
 
-async def test_the_first_token_may_be_the_last(setup: Setup, system: System, reference: Reference) -> None:
+async def test_the_first_token_may_be_the_last(setup: Setup, system: RunningSystem, reference: Reference) -> None:
     """A request can end with its first token: by max_tokens, by the end of sequence, or by a stop token."""
     async with system.client() as client:
         for extra, reason in (
@@ -245,7 +245,7 @@ async def test_the_first_token_may_be_the_last(setup: Setup, system: System, ref
         await client.until_idle(within_s=2)
 
 
-async def test_chat_with_top_logprobs(system: System, reference: Reference) -> None:
+async def test_chat_with_top_logprobs(system: RunningSystem, reference: Reference) -> None:
     fields = {"temperature": 0.7, "seed": 5, "max_tokens": 12, "ignore_eos": True}
     async with system.client() as client:
         answer = await client.chat("The sender holds its blocks", logprobs=True, top_logprobs=5, **fields)
@@ -253,7 +253,7 @@ async def test_chat_with_top_logprobs(system: System, reference: Reference) -> N
     check(reference, answer, fields)
 
 
-async def test_the_same_seed_gives_the_same_tokens(system: System, reference: Reference) -> None:
+async def test_the_same_seed_gives_the_same_tokens(system: RunningSystem, reference: Reference) -> None:
     """The same seed gives the same tokens alone and in a batch, and another seed gives others."""
     fields = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
     prompt = prompt_of(30, 5)

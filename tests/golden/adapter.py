@@ -28,10 +28,10 @@ def watched(sent: Callable[[float, str, str, list[bytes]], None], ended: Callabl
     ``sent`` is called with each message (time, sender, receiver, parts without the leading digest), ``ended`` with the
     end of each request (time, number, how it ended, output of each choice)."""
     from common.net.wire import DIGEST_BYTES
-    from tests.simulation.network import Connection
+    from tests.simulation.network import SimulatedConnection
     from tests.simulation.system import SimulatedClient
 
-    carry, end = Connection.carry, SimulatedClient._end
+    carry, end = SimulatedConnection.carry, SimulatedClient._end
 
     def carried(self: Any, sender: Any, receiver: Any, parts: list[bytes]) -> None:
         now, names = self.network.clock.now + sender.process.spent, (sender.process.name, receiver.process.name)
@@ -42,7 +42,10 @@ def watched(sent: Callable[[float, str, str, list[bytes]], None], ended: Callabl
         ended(self.system.clock.now, self.number, how, self.output)
         end(self, how)
 
-    with mock.patch.object(Connection, "carry", carried), mock.patch.object(SimulatedClient, "_end", has_ended):
+    with (
+        mock.patch.object(SimulatedConnection, "carry", carried),
+        mock.patch.object(SimulatedClient, "_end", has_ended),
+    ):
         yield
 
 

@@ -29,7 +29,7 @@ from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Sender, SendFailed
 from kvtransfer.session import TransferLimits
-from tests.simulation.clock import Clock, Process
+from tests.simulation.clock import Clock, SimulatedProcess
 from tests.simulation.network import Network, Rates, SimulatedChannels
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2))
@@ -45,7 +45,7 @@ FIRST = FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,))
 class Recorded(SimulatedChannels):
     """Records every message that arrived at its sockets, for replay."""
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: SimulatedProcess) -> None:
         super().__init__(network, process)
         self.heard: list[tuple[Any, list[bytes]]] = []
 
@@ -68,14 +68,16 @@ class Recorded(SimulatedChannels):
             super().unregister(what)
 
 
-class House:
+class TransferPair:
     """One sender and one receiver, with a block table per transfer. Blocks that no transfer holds are checked for
     writes."""
 
     def __init__(self, transport: str, seed: int) -> None:
         self.rng, self.clock = Random(seed), Clock()
         self.network = Network(self.clock, self.rng)
-        self.there, self.here = (Recorded(self.network, Process(self.clock, name)) for name in ("prefill", "decode"))
+        self.there, self.here = (
+            Recorded(self.network, SimulatedProcess(self.clock, name)) for name in ("prefill", "decode")
+        )
         self.source = KvMemory(KvLayout(LAYERS, "float32", 16), SLOTS * 6)
         self.target = KvMemory(KvLayout(LAYERS, "float32", 32), SLOTS * 3)
         self.source.raw[:] = np.random.default_rng(seed).integers(0, 256, self.source.raw.shape, np.uint8)
@@ -261,55 +263,55 @@ actions = st.one_of(
 def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
     transport: str, seed: int, story: list[tuple[str, int, str]]
 ) -> None:
-    house = House(transport, seed)
+    pair = TransferPair(transport, seed)
     try:
         for what, number, how in story:
             match what:
                 case "begin":
-                    house.begin(number)
+                    pair.begin(number)
                 case "cancel":
-                    house.cancel(number)
+                    pair.cancel(number)
                 case "turn":
                     for _ in range(number):
-                        house.turn()
+                        pair.turn()
                 case side:
                     for _ in range(number):
-                        house.meddle(side, how)
+                        pair.meddle(side, how)
         for _ in range(200):  # long enough for the no-progress limit and the leases to expire
-            house.turn(0.1)
-        assert not house.held and len(house.sender) == 0 and len(house.receiver) == 0
-        assert len(house.credit) == 0 and house.credit.held() == 0
-        house.sender.ban_list, house.receiver.ban_list = (
+            pair.turn(0.1)
+        assert not pair.held and len(pair.sender) == 0 and len(pair.receiver) == 0
+        assert len(pair.credit) == 0 and pair.credit.held() == 0
+        pair.sender.ban_list, pair.receiver.ban_list = (
             PeerBanList(),
             PeerBanList(),
         )  # a new incarnation has no strikes
-        house.begin(0)  # a new hand-off still works
-        landed = house.landed
+        pair.begin(0)  # a new hand-off still works
+        landed = pair.landed
         for _ in range(30):
-            house.turn(0.1)
-        assert house.landed == landed + 1
+            pair.turn(0.1)
+        assert pair.landed == landed + 1
     finally:
-        house.close()
+        pair.close()
 
 
 def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> None:
-    house = House("zmq", 0)
-    rates = house.network.line(house.there.process, house.here.process).rates
+    pair = TransferPair("zmq", 0)
+    rates = pair.network.line(pair.there.process, pair.here.process).rates
     try:
         for slot in range(SLOTS):
-            house.begin(slot)
-        house.turn()
-        house.travel(0.002)
+            pair.begin(slot)
+        pair.turn()
+        pair.travel(0.002)
         rates.drop = 1.0  # the grants have arrived; the frames that they allow are lost
-        house.turn()
-        house.turn()
+        pair.turn()
+        pair.turn()
         rates.drop = 0.0
-        assert sum(each.session.unacked_bytes for each in house.sender._outgoing.values()) >= 4 * FRAME_BYTES
+        assert sum(each.session.unacked_bytes for each in pair.sender._outgoing.values()) >= 4 * FRAME_BYTES
         for _ in range(100):
-            house.turn()
-        assert house.landed == SLOTS
+            pair.turn()
+        assert pair.landed == SLOTS
     finally:
-        house.close()
+        pair.close()
 
 
 @settings(deadline=None, max_examples=25)
@@ -322,25 +324,25 @@ def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: s
     """At a total damage rate of 0.3, all repeats of one frame may be damaged until the sender's patience ends. Its
     hand-off is then given up, as on a dead line. If the Cancel is damaged too, the receiver's lease ends the
     hand-off."""
-    house = House(transport, seed)
+    pair = TransferPair(transport, seed)
     try:
-        house.network.line(house.there.process, house.here.process).rates = Rates(corrupt=rate, truncate=rate)
-        swaps = FaultyLink(house.sender._links[transport], FaultRates(swap=rate), Random(seed))
-        house.sender._links[transport] = swaps
+        pair.network.line(pair.there.process, pair.here.process).rates = Rates(corrupt=rate, truncate=rate)
+        swaps = FaultyLink(pair.sender._links[transport], FaultRates(swap=rate), Random(seed))
+        pair.sender._links[transport] = swaps
         rounds = 4
         for over in range(SLOTS, (rounds + 1) * SLOTS, SLOTS):
             for slot in range(SLOTS):
-                house.begin(slot)
-            house.settle()
-            assert house.landed + house.lost == over, "every frame has come in the end, or its hand-off is over"
-        assert house.lost <= (SLOTS if rate == 0.1 else 0)
-        damaged = sum(house.network.happened.get(how, 0) for how in ("corrupted", "truncated")) + swaps.happened["swap"]
-        assert house.receiver.bad_messages <= damaged, "nothing else was bad"
-        assert rate < 0.1 or house.receiver.bad_messages
-        for ban_list in (house.receiver.ban_list, house.sender.ban_list):
+                pair.begin(slot)
+            pair.settle()
+            assert pair.landed + pair.lost == over, "every frame has come in the end, or its hand-off is over"
+        assert pair.lost <= (SLOTS if rate == 0.1 else 0)
+        damaged = sum(pair.network.happened.get(how, 0) for how in ("corrupted", "truncated")) + swaps.happened["swap"]
+        assert pair.receiver.bad_messages <= damaged, "nothing else was bad"
+        assert rate < 0.1 or pair.receiver.bad_messages
+        for ban_list in (pair.receiver.ban_list, pair.sender.ban_list):
             assert not ban_list._counts
     finally:
-        house.close()
+        pair.close()
 
 
 @settings(deadline=None, max_examples=40)
@@ -356,85 +358,85 @@ def test_nothing_is_held_longer_than_promised_for_a_peer_that_is_dead(
     transport: str, seed: int, rate: float, turns: int, dead: str, cut: bool
 ) -> None:
     """A peer may die in any phase of the hand-offs; its last messages still arrive, or are lost (``cut``)."""
-    house = House(transport, seed)
+    pair = TransferPair(transport, seed)
     try:
-        line = house.network.line(house.there.process, house.here.process)
+        line = pair.network.line(pair.there.process, pair.here.process)
         line.rates = Rates(corrupt=rate, truncate=rate)
         for slot in range(SLOTS):
-            house.begin(slot)
+            pair.begin(slot)
         for _ in range(turns):
-            house.turn(house.rng.choice((0.001, 0.02, TURN_S)))
+            pair.turn(pair.rng.choice((0.001, 0.02, TURN_S)))
         line.cut = cut
-        died_at = house.clock.now
-        while len(house.receiver if dead == "prefill" else house.sender):
-            house.travel(TURN_S)
+        died_at = pair.clock.now
+        while len(pair.receiver if dead == "prefill" else pair.sender):
+            pair.travel(TURN_S)
             if dead == "prefill":
-                house.receive()
+                pair.receive()
             else:
-                house.sender.pump(house.clock.now)
-            house.check()
-            assert house.clock.now - died_at < HELD_S
+                pair.sender.pump(pair.clock.now)
+            pair.check()
+            assert pair.clock.now - died_at < HELD_S
         if dead == "prefill":
-            assert not house.held and len(house.credit) == 0 and house.credit.held() == 0
+            assert not pair.held and len(pair.credit) == 0 and pair.credit.held() == 0
     finally:
-        house.close()
+        pair.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_that_are_given_to_others_on_the_way_are_read_again_and_cut_nobody_off(seed: int) -> None:
-    house, rng = House("shm", seed), Random(seed)
+    pair, rng = TransferPair("shm", seed), Random(seed)
     try:
         for landed in range(SLOTS, 5 * SLOTS, SLOTS):
             for slot in range(SLOTS):
-                house.begin(slot)
+                pair.begin(slot)
             for _ in range(100):
-                if house.landed == landed:
+                if pair.landed == landed:
                     break
-                house.source.generations[rng.randrange(house.source.blocks)] += 1
-                house.turn(0.1)
-            assert house.landed == landed
-        assert house.receiver.bad_messages, "some were"
-        assert not house.receiver.ban_list._counts and not house.sender.ban_list._counts
+                pair.source.generations[rng.randrange(pair.source.blocks)] += 1
+                pair.turn(0.1)
+            assert pair.landed == landed
+        assert pair.receiver.bad_messages, "some were"
+        assert not pair.receiver.ban_list._counts and not pair.sender.ban_list._counts
     finally:
-        house.close()
+        pair.close()
 
 
 @pytest.mark.parametrize(("step_s", "waits_s"), [(0.1, 2.0), (3.0, 12.0)])
 def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, waits_s: float) -> None:
-    house = House("zmq", 1)
-    house.begin(0)
-    house.turn()
-    assert len(house.sender) == 1
-    house.receiver.away(step_s)
-    began, ended = house.clock.now, []
+    pair = TransferPair("zmq", 1)
+    pair.begin(0)
+    pair.turn()
+    assert len(pair.sender) == 1
+    pair.receiver.away(step_s)
+    began, ended = pair.clock.now, []
     while not ended:
-        house.travel(0.05)
-        ended = house.sender.pump(house.clock.now)
-    assert isinstance(ended[0], SendFailed) and waits_s <= house.clock.now - began < waits_s + 0.5
-    house.close()
+        pair.travel(0.05)
+        ended = pair.sender.pump(pair.clock.now)
+    assert isinstance(ended[0], SendFailed) and waits_s <= pair.clock.now - began < waits_s + 0.5
+    pair.close()
 
 
 @pytest.mark.parametrize("granted", [True, False])
 def test_who_was_told_of_shorter_steps_is_told_of_a_long_one(granted: bool) -> None:
     """The receiver has just had an unannounced step of 3 s, so its ``step_s`` is already 3 s. Senders that it answered
     before know a shorter one, and must still be sent the long one."""
-    house = House("zmq", 1)
-    transfer, now = TransferId(RequestId(bytes(16)), 1), house.clock.now
-    house.sender.open(transfer, house.peer, TOKENS, house.table(0, 6), now)
+    pair = TransferPair("zmq", 1)
+    transfer, now = TransferId(RequestId(bytes(16)), 1), pair.clock.now
+    pair.sender.open(transfer, pair.peer, TOKENS, pair.table(0, 6), now)
     if granted:
-        house.held[transfer] = 0
-        house.receiver.expect(transfer, TOKENS, 0, house.table(0, 3), house.peer, now)
-        house.sender.computed(transfer, house.table(0, 6), TOKENS // 2, 2, now)
+        pair.held[transfer] = 0
+        pair.receiver.expect(transfer, TOKENS, 0, pair.table(0, 3), pair.peer, now)
+        pair.sender.computed(transfer, pair.table(0, 6), TOKENS // 2, 2, now)
     for _ in range(5):
-        house.turn()
-    assert house.sender.granted(transfer) is granted
-    house.receiver.step_s = 3.0
+        pair.turn()
+    assert pair.sender.granted(transfer) is granted
+    pair.receiver.step_s = 3.0
     if granted:
-        house.sender.computed(transfer, house.table(0, 6), TOKENS, 2, house.clock.now)
-    house.receiver.away(3.0)
-    began, ended = house.clock.now, []
+        pair.sender.computed(transfer, pair.table(0, 6), TOKENS, 2, pair.clock.now)
+    pair.receiver.away(3.0)
+    began, ended = pair.clock.now, []
     while not ended:
-        house.travel(0.05)
-        ended = house.sender.pump(house.clock.now)
-    assert isinstance(ended[0], SendFailed) and 12.0 <= house.clock.now - began < 12.5
-    house.close()
+        pair.travel(0.05)
+        ended = pair.sender.pump(pair.clock.now)
+    assert isinstance(ended[0], SendFailed) and 12.0 <= pair.clock.now - began < 12.5
+    pair.close()

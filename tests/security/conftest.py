@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.spawner import Spawner
-from tests.e2e.system import Process
+from tests.e2e.system import TandemProcess
 
 
 @pytest.fixture(scope="module", autouse=True)
 def spawner(one_spawner: Spawner) -> Iterator[None]:
     """Let the workers share one import of torch and transformers. Modules that test how processes are started override
     this fixture."""
-    Process.spawner = one_spawner
+    TandemProcess.spawner = one_spawner
     yield
-    Process.spawner = None
+    TandemProcess.spawner = None

@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 
 PATIENCE_S = 30.0
 
 
 @contextmanager
-def coordinator(directory: Path, *flags: str) -> Iterator[System]:
+def coordinator(directory: Path, *flags: str) -> Iterator[RunningSystem]:
     """Run ``tandem coordinator`` with the built-in model, no worker, and ``flags``."""
     words = ("coordinator", "--port", "0", "--control-port", "0", *flags)
-    with System.running(directory / "coordinator.log", *words, until_ready=False) as system:
+    with RunningSystem.running(directory / "coordinator.log", *words, until_ready=False) as system:
         yield system
 
 
@@ -38,7 +38,7 @@ def own_address() -> str:
     pytest.skip("this machine has no address but loopback")
 
 
-def _answering(system: System) -> Iterator[psutil.Process]:
+def _answering(system: RunningSystem) -> Iterator[psutil.Process]:
     """Yield the processes that listen at ``system.url``."""
     port = urlsplit(system.url).port
     mine = psutil.Process(system.process.popen.pid)
@@ -47,18 +47,18 @@ def _answering(system: System) -> Iterator[psutil.Process]:
             yield each
 
 
-def memory(system: System) -> int:
+def memory(system: RunningSystem) -> int:
     """Return the resident bytes of the process that listens at ``system.url``."""
     return max(each.memory_info().rss for each in _answering(system))
 
 
-def processor_seconds(system: System) -> float:
+def processor_seconds(system: RunningSystem) -> float:
     """Return the processor time so far, in seconds, of the process that listens at ``system.url``."""
     return max(times.user + times.system for times in (each.cpu_times() for each in _answering(system)))
 
 
 @dataclass
-class Answer:
+class RawAnswer:
     """One response as received."""
 
     raw: bytes
@@ -81,7 +81,7 @@ class Answer:
         return error["code"]
 
 
-class Connection:
+class RawConnection:
     """A raw connection to ``url``, to be used as a context manager."""
 
     def __init__(self, url: str) -> None:
@@ -89,7 +89,7 @@ class Connection:
         self._socket = socket.create_connection((parts.hostname or "", parts.port or 80), timeout=PATIENCE_S)
         self._stream = self._socket.makefile("rb")
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> RawConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,7 +103,7 @@ class Connection:
         """Make closing this connection send a reset at once, without waiting until sent data is delivered."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    def answer(self, *, to_head: bool = False) -> Answer:
+    def answer(self, *, to_head: bool = False) -> RawAnswer:
         """Read the next response, interim ones (100 Continue) included. A response to HEAD has no body, whatever its
         length."""
         raw = line = self._stream.readline()
@@ -116,7 +116,7 @@ class Connection:
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
         body = b"" if to_head else self._stream.read(int(headers.get("content-length", "0")))
-        return Answer(raw + body, version, int(status), headers, body)
+        return RawAnswer(raw + body, version, int(status), headers, body)
 
     def closed(self) -> bool:
         """Wait until the server closes the connection; return False if it sends something first."""
@@ -126,9 +126,9 @@ class Connection:
             return True
 
 
-def ask(url: str, *parts: bytes) -> Answer:
+def ask(url: str, *parts: bytes) -> RawAnswer:
     """Send bytes on a new connection and return the answer."""
-    with Connection(url) as connection:
+    with RawConnection(url) as connection:
         for part in parts:
             connection.send(part)
         return connection.answer(to_head=parts[0].startswith(b"HEAD "))

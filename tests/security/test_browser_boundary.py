@@ -7,45 +7,45 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 from tests.leaked_keys import new_key
-from tests.security.outside import Answer, ask, coordinator, request
+from tests.security.outside import RawAnswer, ask, coordinator, request
 
 
 @dataclass
-class Server:
-    system: System
+class KeyedServer:
+    system: RunningSystem
     client: str = ""
     admin: str = ""
 
-    def ask(self, data: bytes) -> Answer:
+    def ask(self, data: bytes) -> RawAnswer:
         return ask(self.system.url, data)
 
 
 @pytest.fixture(scope="module")
-def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServer]:
     with coordinator(tmp_path_factory.mktemp("keyless")) as system:
-        yield Server(system)
+        yield KeyedServer(system)
 
 
 @pytest.fixture(scope="module")
-def admin_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def admin_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServer]:
     key = new_key()
     with coordinator(tmp_path_factory.mktemp("admin"), "--admin-api-key", key) as system:
-        yield Server(system, admin=key)
+        yield KeyedServer(system, admin=key)
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServer]:
     client, admin = new_key(), new_key()
     with coordinator(tmp_path_factory.mktemp("keyed"), "--api-key", client, "--admin-api-key", admin) as system:
-        yield Server(system, client, admin)
+        yield KeyedServer(system, client, admin)
 
 
 @pytest.fixture(scope="module", params=["keyless", "admin_only"])
-def open_server(request: pytest.FixtureRequest) -> Server:
+def open_server(request: pytest.FixtureRequest) -> KeyedServer:
     """A server whose /v1 needs no key."""
-    server: Server = request.getfixturevalue(request.param)
+    server: KeyedServer = request.getfixturevalue(request.param)
     return server
 
 
@@ -69,7 +69,7 @@ OWN = ["localhost", "LOCALHOST", "localhost:9", "localhost.", "localhost.:80", "
 
 
 @pytest.mark.parametrize("call", OPEN)
-def test_every_route_without_a_key_checks_where_a_request_comes_from(open_server: Server, call: str) -> None:
+def test_every_route_without_a_key_checks_where_a_request_comes_from(open_server: KeyedServer, call: str) -> None:
     method, path = call.split()
     for headers, host in (((), "evil.example"), (("Origin: https://evil.example",), "localhost")):
         answer = open_server.ask(request(method, path, *headers, host=host))
@@ -81,34 +81,34 @@ def test_every_route_without_a_key_checks_where_a_request_comes_from(open_server
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_name_that_was_made_to_point_here_is_refused(open_server: Server, host: str) -> None:
+def test_a_name_that_was_made_to_point_here_is_refused(open_server: KeyedServer, host: str) -> None:
     for call in ("GET /v1/models", "POST /v1/completions", "GET /metrics"):
         answer = open_server.ask(request(*call.split(), host=host))
         assert answer.status == 403 and answer.code == "forbidden_origin"
 
 
 @pytest.mark.parametrize("origin", FOREIGN_ORIGINS)
-def test_a_page_of_another_origin_is_refused(open_server: Server, origin: str) -> None:
+def test_a_page_of_another_origin_is_refused(open_server: KeyedServer, origin: str) -> None:
     for call in ("GET /v1/models", "POST /v1/completions"):
         answer = open_server.ask(request(*call.split(), f"Origin: {origin}"))
         assert answer.status == 403 and answer.code == "forbidden_origin"
 
 
 @pytest.mark.parametrize("host", OWN)
-def test_this_machine_is_served_under_all_its_names(open_server: Server, host: str) -> None:
+def test_this_machine_is_served_under_all_its_names(open_server: KeyedServer, host: str) -> None:
     assert open_server.ask(request("GET", "/v1/models", host=host)).status == 200
     origin = f"Origin: http://{host}"
     assert open_server.ask(request("GET", "/v1/models", origin, host=host)).status == 200
     assert open_server.ask(request("POST", "/tokenize", origin, host=host, body=b'{"prompt": "a"}')).status == 200
 
 
-def test_one_good_origin_does_not_cover_a_bad_one(open_server: Server) -> None:
+def test_one_good_origin_does_not_cover_a_bad_one(open_server: KeyedServer) -> None:
     for origins in (("http://localhost", "https://evil.example"), ("https://evil.example", "http://localhost")):
         headers = [f"Origin: {origin}" for origin in origins]
         assert open_server.ask(request("GET", "/v1/models", *headers)).code == "forbidden_origin"
 
 
-def test_an_absolute_target_counts_as_a_host(open_server: Server) -> None:
+def test_an_absolute_target_counts_as_a_host(open_server: KeyedServer) -> None:
     foreign = request("GET", "http://evil.example/v1/models")
     assert open_server.ask(foreign).code == "forbidden_origin"
     assert open_server.ask(request("GET", "http://localhost@evil.example/v1/models")).code == "forbidden_origin"
@@ -117,7 +117,7 @@ def test_an_absolute_target_counts_as_a_host(open_server: Server) -> None:
     assert open_server.ask(b"GET http://evil.example/v1/models HTTP/1.0\r\n\r\n").code == "forbidden_origin"
 
 
-def test_a_host_is_missing_only_in_http_1_0(open_server: Server) -> None:
+def test_a_host_is_missing_only_in_http_1_0(open_server: KeyedServer) -> None:
     """Browsers do not use HTTP/1.0."""
     assert open_server.ask(b"GET /v1/models HTTP/1.0\r\n\r\n").status == 200
     assert open_server.ask(b"GET /v1/models HTTP/1.0\r\nHost: evil.example\r\n\r\n").code == "forbidden_origin"
@@ -126,14 +126,14 @@ def test_a_host_is_missing_only_in_http_1_0(open_server: Server) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c", "TLS/1.2"])
-def test_an_upgrade_opens_nothing(open_server: Server, protocol: str) -> None:
+def test_an_upgrade_opens_nothing(open_server: KeyedServer, protocol: str) -> None:
     upgrade = ("Connection: Upgrade", f"Upgrade: {protocol}", "Sec-WebSocket-Key: x", "Sec-WebSocket-Version: 13")
     assert open_server.ask(request("GET", "/v1/models", *upgrade, "Origin: https://evil.example")).status == 403
     assert open_server.ask(request("GET", "/v1/models", *upgrade, host="evil.example")).status == 403
     assert open_server.ask(request("GET", "/v1/models", *upgrade)).status == 200, "and is declined"
 
 
-def test_a_route_with_a_key_needs_no_check(admin_only: Server, keyed: Server) -> None:
+def test_a_route_with_a_key_needs_no_check(admin_only: KeyedServer, keyed: KeyedServer) -> None:
     foreign = ("Origin: https://evil.example",)
     for server, path, key in (
         (admin_only, "/admin/workers", admin_only.admin),
@@ -147,13 +147,13 @@ def test_a_route_with_a_key_needs_no_check(admin_only: Server, keyed: Server) ->
     assert keyed.ask(request("GET", "/admin/workers", f"x-api-key: {keyed.client}")).code == "insufficient_permissions"
 
 
-def test_health_is_asked_under_any_name(open_server: Server, keyed: Server) -> None:
+def test_health_is_asked_under_any_name(open_server: KeyedServer, keyed: KeyedServer) -> None:
     for server in (open_server, keyed):
         assert server.ask(request("GET", "/health", host="10.1.2.3:8000")).status == 200
         assert server.ask(request("GET", "/ready", host="10.1.2.3:8000")).code == "not_ready"
 
 
-def test_metrics_of_loopback_need_no_key_and_so_a_check(keyed: Server) -> None:
+def test_metrics_of_loopback_need_no_key_and_so_a_check(keyed: KeyedServer) -> None:
     assert keyed.ask(request("GET", "/metrics")).status == 200
     assert keyed.ask(request("GET", "/metrics", host="evil.example")).code == "forbidden_origin"
     assert keyed.ask(request("GET", "/metrics", "Origin: https://evil.example")).code == "forbidden_origin"
@@ -190,7 +190,7 @@ def test_insecure_http_serves_every_name(tmp_path_factory: pytest.TempPathFactor
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_a_bearer_token_or_x_api_key(keyed: Server) -> None:
+def test_a_key_is_a_bearer_token_or_x_api_key(keyed: KeyedServer) -> None:
     good, wrong = keyed.client, new_key()
     right = [
         (f"Authorization: Bearer {good}",), (f"authorization: bearer  {good} ",), (f"x-api-key: {good}",),
@@ -223,7 +223,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("path", SPELLINGS)
-def test_no_spelling_of_a_path_goes_past_its_key(admin_only: Server, keyed: Server, path: str) -> None:
+def test_no_spelling_of_a_path_goes_past_its_key(admin_only: KeyedServer, keyed: KeyedServer, path: str) -> None:
     for server in (admin_only, keyed):
         assert server.ask(request("GET", path)).status in (401, 404, 403)
     assert keyed.ask(request("GET", path)).status == 401

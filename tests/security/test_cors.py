@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.system import System, tandem
+from tests.e2e.system import RunningSystem, tandem
 from tests.leaked_keys import new_key
-from tests.security.outside import Answer, ask, coordinator, request
+from tests.security.outside import RawAnswer, ask, coordinator, request
 
 PAGE, OTHER = "https://a.example", "http://b.example:3000"
 EVIL = "https://evil.example"
@@ -17,30 +17,30 @@ KEY = new_key()
 
 
 @pytest.fixture(scope="module")
-def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     flags = ("--allowed-origins", f'["{PAGE}"]', "--allowed-origins", OTHER, "--api-key", KEY)
     with coordinator(tmp_path_factory.mktemp("named"), *flags) as system:
         yield system
 
 
 @pytest.fixture(scope="module")
-def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     with coordinator(tmp_path_factory.mktemp("keyless"), "--allowed-origins", f"{PAGE},{OTHER}") as system:
         yield system
 
 
 @pytest.fixture(scope="module")
-def everyone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def everyone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     with coordinator(tmp_path_factory.mktemp("everyone"), "--allowed-origins", "*", "--api-key", KEY) as system:
         yield system
 
 
-def preflight(system: System, origin: str, path: str = "/v1/chat/completions", *headers: str) -> Answer:
+def preflight(system: RunningSystem, origin: str, path: str = "/v1/chat/completions", *headers: str) -> RawAnswer:
     wanted = ("Access-Control-Request-Method: POST", *headers)
     return ask(system.url, request("OPTIONS", path, f"Origin: {origin}", *wanted))
 
 
-def allowed(answer: Answer) -> str | None:
+def allowed(answer: RawAnswer) -> str | None:
     assert "access-control-allow-credentials" not in answer.headers
     return answer.headers.get("access-control-allow-origin")
 
@@ -49,7 +49,9 @@ def allowed(answer: Answer) -> str | None:
     "path", ["/v1/chat/completions", "/v1/models", "/tokenize", "/metrics", "/health", "/admin/drain"]
 )
 @pytest.mark.parametrize("origin", [PAGE, OTHER])
-def test_a_preflight_is_answered_without_a_key(named: System, keyless: System, origin: str, path: str) -> None:
+def test_a_preflight_is_answered_without_a_key(
+    named: RunningSystem, keyless: RunningSystem, origin: str, path: str
+) -> None:
     asked = "authorization,content-type,x-stainless-os"
     for system in (named, keyless):
         answer = preflight(system, origin, path, f"Access-Control-Request-Headers: {asked}")
@@ -63,7 +65,7 @@ def test_a_preflight_is_answered_without_a_key(named: System, keyless: System, o
 @pytest.mark.parametrize(
     "origin", [EVIL, "null", f"{PAGE}.evil.example", "http://a.example", f"{PAGE}:444", "*", "", PAGE.upper()]
 )
-def test_another_origin_gets_no_leave(named: System, keyless: System, origin: str) -> None:
+def test_another_origin_gets_no_leave(named: RunningSystem, keyless: RunningSystem, origin: str) -> None:
     answer = preflight(named, origin)
     assert answer.code == "invalid_api_key" and allowed(answer) is None and answer.headers["vary"] == "Origin"
     answer = preflight(keyless, origin)
@@ -74,14 +76,14 @@ def test_another_origin_gets_no_leave(named: System, keyless: System, origin: st
     )
 
 
-def test_strange_header_names_are_not_repeated(named: System) -> None:
+def test_strange_header_names_are_not_repeated(named: RunningSystem) -> None:
     for strange in ("<script>", "a" * 3000, "a,,b", "a b"):
         answer = preflight(named, PAGE, "/v1/models", f"Access-Control-Request-Headers: {strange}")
         assert answer.status == 204 and strange not in answer.headers["access-control-allow-headers"]
         assert "Authorization" in answer.headers["access-control-allow-headers"]
 
 
-def test_errors_can_be_read_too(named: System) -> None:
+def test_errors_can_be_read_too(named: RunningSystem) -> None:
     for data, status in (
         (request("GET", "/v1/models", f"Origin: {PAGE}"), 401),
         (request("GET", "/nowhere", f"Origin: {PAGE}", f"x-api-key: {KEY}"), 404),
@@ -100,7 +102,7 @@ def test_errors_can_be_read_too(named: System) -> None:
         assert {"x-request-id", "retry-after", "retry-after-ms"} <= set(exposed)
 
 
-def test_caches_keep_origins_apart(named: System, everyone: System) -> None:
+def test_caches_keep_origins_apart(named: RunningSystem, everyone: RunningSystem) -> None:
     for headers, expected in (((), None), ((f"Origin: {PAGE}",), PAGE), ((f"Origin: {EVIL}",), None)):
         answer = ask(named.url, request("GET", "/", f"x-api-key: {KEY}", *headers))
         assert allowed(answer) == expected and answer.headers["vary"] == "Accept, Origin"
@@ -108,27 +110,29 @@ def test_caches_keep_origins_apart(named: System, everyone: System) -> None:
     assert allowed(answer) == "*" and answer.headers["vary"] == "Accept", "the same for all"
 
 
-def test_all_origins_when_said(everyone: System) -> None:
+def test_all_origins_when_said(everyone: RunningSystem) -> None:
     for origin in (PAGE, EVIL, "null"):
         answer = preflight(everyone, origin)
         assert answer.status == 204 and allowed(answer) == "*"
     assert allowed(ask(everyone.url, request("GET", "/v1/models", f"Origin: {EVIL}"))) == "*"
 
 
-def test_a_server_that_every_page_may_use_says_so(tmp_path_factory: pytest.TempPathFactory, everyone: System) -> None:
+def test_a_server_that_every_page_may_use_says_so(
+    tmp_path_factory: pytest.TempPathFactory, everyone: RunningSystem
+) -> None:
     with coordinator(tmp_path_factory.mktemp("warned"), "--allowed-origins", "*") as system:
         assert ask(system.url, request("GET", "/v1/models", f"Origin: {EVIL}")).status == 200
         assert "warning: any web page" in system.process.text
     assert "any web page" not in everyone.process.text
 
 
-def test_two_origins_are_none(named: System, keyless: System) -> None:
+def test_two_origins_are_none(named: RunningSystem, keyless: RunningSystem) -> None:
     for system in (named, keyless):
         answer = preflight(system, PAGE, "/v1/models", f"Origin: {EVIL}")
         assert answer.status in (401, 403) and allowed(answer) is None
 
 
-def test_an_allowed_page_calls_a_server_without_keys(keyless: System) -> None:
+def test_an_allowed_page_calls_a_server_without_keys(keyless: RunningSystem) -> None:
     body = b'{"prompt": "a"}'
     answer = ask(keyless.url, request("POST", "/tokenize", f"Origin: {PAGE}", body=body))
     assert answer.status == 200 and allowed(answer) == PAGE
@@ -152,7 +156,7 @@ def test_a_stream_can_be_read(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("stream")
     flags = ["--threads", "1", "--num-kv-blocks", "64", "--max-model-len", "256", "--allowed-origins", PAGE]
     words = ["up", "--colocated", "1", "--port", "0", "--control-port", "0", *flags]
-    with System.running(directory / "up.log", *words) as system:
+    with RunningSystem.running(directory / "up.log", *words) as system:
         body = b'{"prompt": "a", "max_tokens": 2, "stream": true}'
         answer = ask(system.url, request("POST", "/v1/completions", f"Origin: {PAGE}", body=body))
         assert answer.status == 200 and answer.headers["content-type"] == "text/event-stream"

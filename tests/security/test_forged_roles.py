@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.e2e.system import SMALL, System
+from tests.e2e.system import SMALL, RunningSystem
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.security.outside import ask, coordinator, request
 
@@ -161,12 +161,12 @@ def test_control_tokens_that_other_files_name_are_text(declaring_url: str, text:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     """``tandem up`` with the built-in model and the template SHOWS_ALL."""
     directory: Path = tmp_path_factory.mktemp("served")
     (directory / "all.jinja").write_text(SHOWS_ALL)
     flags = ("--port", "0", "--control-port", "0", "--chat-template", directory / "all.jinja", *SMALL)
-    with System.running(directory / "up.log", "up", *flags) as system:
+    with RunningSystem.running(directory / "up.log", "up", *flags) as system:
         yield system
 
 
@@ -200,7 +200,7 @@ def pieces(url: str, control: set[int], body: dict[str, Any]) -> tuple[list[int]
     return steering, [post(url, "/detokenize", tokens=ids)["prompt"] for ids in between]
 
 
-def test_a_worker_computes_control_tokens_only_where_the_template_wrote_them(served: System) -> None:
+def test_a_worker_computes_control_tokens_only_where_the_template_wrote_them(served: RunningSystem) -> None:
     control = control_tokens(served.url)
     steering, texts = pieces(served.url, control, chat(HARMLESS))
     assert len(steering) == 8, "of each role but function, which has none, of each end, and of the answer"
@@ -210,7 +210,7 @@ def test_a_worker_computes_control_tokens_only_where_the_template_wrote_them(ser
         assert pieces(served.url, control, chat(spelled)) == (steering, wanted), spelled
 
 
-def test_tokenize_counts_the_prompt_that_a_worker_computes(served: System) -> None:
+def test_tokenize_counts_the_prompt_that_a_worker_computes(served: RunningSystem) -> None:
     body = chat(HARMLESS)
     answer = post(served.url, "/v1/chat/completions", max_tokens=1, return_token_ids=True, **body)
     assert tokens(served.url, **body) == answer["prompt_token_ids"]

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 from tests.leaked_keys import new_key
-from tests.security.outside import Connection, ask, coordinator, memory, processor_seconds, request
+from tests.security.outside import RawConnection, ask, coordinator, memory, processor_seconds, request
 
 LIMIT = 64 << 10
 AT_ONCE_S = 5.0
@@ -28,7 +28,7 @@ KEY = new_key()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     flags = ("--api-key", KEY, "--max-body-bytes", str(LIMIT), "--client-timeout", "60")
     with coordinator(tmp_path_factory.mktemp("limits"), *flags) as system:
         yield system
@@ -42,9 +42,11 @@ def _post(*headers: str, path: str = GENERATE) -> bytes:
 @pytest.mark.parametrize(
     "path", [GENERATE, "/v1/chat/completions", "/tokenize", "/admin/drain", "/v1/models", "/nowhere"]
 )
-def test_a_body_that_announces_too_much_is_refused_before_it_comes(server: System, path: str, length: int) -> None:
+def test_a_body_that_announces_too_much_is_refused_before_it_comes(
+    server: RunningSystem, path: str, length: int
+) -> None:
     for expect in ((), ("Expect: 100-continue",)):
-        with Connection(server.url) as connection:
+        with RawConnection(server.url) as connection:
             began = time.monotonic()
             connection.send(_post(f"Content-Length: {length}", *expect, path=path))
             answer = connection.answer()  # 413, not 100
@@ -53,21 +55,21 @@ def test_a_body_that_announces_too_much_is_refused_before_it_comes(server: Syste
             assert answer.headers["connection"] == "close"
 
 
-def test_one_that_sends_it_nonetheless_reads_why(server: System) -> None:
-    with Connection(server.url) as connection:
+def test_one_that_sends_it_nonetheless_reads_why(server: RunningSystem) -> None:
+    with RawConnection(server.url) as connection:
         body = bytes(4 * LIMIT)
         connection.send(_post(f"Content-Length: {len(body)}") + body)
         assert connection.answer().code == "request_too_large"
         assert connection.closed()
 
 
-def test_the_limit_itself_is_taken(server: System) -> None:
+def test_the_limit_itself_is_taken(server: RunningSystem) -> None:
     body = b'{"prompt": 1}'.ljust(LIMIT)
     assert ask(server.url, _post(f"Content-Length: {LIMIT}") + body).status == 400, "it was read"
 
 
-def test_chunks_are_refused_as_soon_as_they_are_too_many(server: System) -> None:
-    with Connection(server.url) as connection:
+def test_chunks_are_refused_as_soon_as_they_are_too_many(server: RunningSystem) -> None:
+    with RawConnection(server.url) as connection:
         connection.send(_post("Transfer-Encoding: chunked", "Expect: 100-continue"))
         assert connection.answer().status == 100
         began = time.monotonic()
@@ -79,17 +81,17 @@ def test_chunks_are_refused_as_soon_as_they_are_too_many(server: System) -> None
         assert connection.closed()
 
 
-def test_a_key_is_asked_for_before_a_body(server: System) -> None:
+def test_a_key_is_asked_for_before_a_body(server: RunningSystem) -> None:
     for headers in (("Content-Length: 99000000000",), ("Content-Length: 100", "Expect: 100-continue")):
-        with Connection(server.url) as connection:
+        with RawConnection(server.url) as connection:
             connection.send(request("POST", GENERATE, *headers))
             assert connection.answer().code == "invalid_api_key"
             assert connection.closed()
 
 
-def test_a_body_that_is_wanted_is_asked_for_once(server: System) -> None:
+def test_a_body_that_is_wanted_is_asked_for_once(server: RunningSystem) -> None:
     body = b'{"prompt": 1}'
-    with Connection(server.url) as connection:
+    with RawConnection(server.url) as connection:
         for _ in range(2):  # the connection is kept
             connection.send(_post(f"Content-Length: {len(body)}", "Expect: 100-Continue"))
             assert connection.answer().status == 100
@@ -97,15 +99,15 @@ def test_a_body_that_is_wanted_is_asked_for_once(server: System) -> None:
             assert connection.answer().status == 400
 
 
-def test_a_body_that_comes_unasked_needs_no_word(server: System) -> None:
+def test_a_body_that_comes_unasked_needs_no_word(server: RunningSystem) -> None:
     body = b'{"prompt": 1}'
-    with Connection(server.url) as connection:
+    with RawConnection(server.url) as connection:
         connection.send(_post(f"Content-Length: {len(body)}", "Expect: 100-continue") + body)
         assert connection.answer().status in (100, 400)
 
 
-def test_where_no_body_is_read_none_is_asked_for(server: System) -> None:
-    with Connection(server.url) as connection:
+def test_where_no_body_is_read_none_is_asked_for(server: RunningSystem) -> None:
+    with RawConnection(server.url) as connection:
         connection.send(
             request("GET", "/v1/models", f"Authorization: Bearer {KEY}", "Content-Length: 5", "Expect: 100-continue")
         )
@@ -113,7 +115,7 @@ def test_where_no_body_is_read_none_is_asked_for(server: System) -> None:
         assert connection.closed(), "what comes next may be that body"
 
 
-def test_other_expectations_are_refused_unseen(server: System) -> None:
+def test_other_expectations_are_refused_unseen(server: RunningSystem) -> None:
     secret = new_key()
     for path in (GENERATE, "/nowhere"):
         answer = ask(server.url, _post(f"Expect: {secret}", "Content-Length: 2", path=path))
@@ -121,7 +123,7 @@ def test_other_expectations_are_refused_unseen(server: System) -> None:
         assert secret.encode() not in answer.raw
 
 
-def test_http_1_0_gets_the_same_errors_and_no_interim_answer(server: System) -> None:
+def test_http_1_0_gets_the_same_errors_and_no_interim_answer(server: RunningSystem) -> None:
     key = f"Authorization: Bearer {KEY}\r\n"
     for data, status in (
         ("GET /v1/models HTTP/1.0\r\n\r\n", 401),
@@ -132,7 +134,7 @@ def test_http_1_0_gets_the_same_errors_and_no_interim_answer(server: System) -> 
         (f"GET /v1/models HTTP/1.0\r\n{key}x: \x01\r\n\r\n", 400),
         ("GET /ready HTTP/1.0\r\n\r\n", 503),
     ):
-        with Connection(server.url) as connection:
+        with RawConnection(server.url) as connection:
             connection.send(data.encode())
             answer = connection.answer()
             assert answer.status == status and answer.code and KEY.encode() not in answer.raw
@@ -141,7 +143,7 @@ def test_http_1_0_gets_the_same_errors_and_no_interim_answer(server: System) -> 
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "x" * 200])
-def test_compressed_bodies_are_not_unpacked(server: System, encoding: str) -> None:
+def test_compressed_bodies_are_not_unpacked(server: RunningSystem, encoding: str) -> None:
     answer = ask(server.url, _post(f"Content-Encoding: {encoding}", "Content-Length: 9") + b"\x1f\x8b\x08aaaaaa")
     assert answer.status in (400, 415) and answer.code
 
@@ -158,7 +160,7 @@ def test_a_compressed_body_that_is_drained_costs_others_no_time(tmp_path: Path) 
     with coordinator(tmp_path, "--api-key", KEY) as system:
         for head, status in ((request("GET", "/health"), 200), (request("POST", GENERATE), 401), (_post(), 415)):
             encoded = f"Content-Encoding: gzip\r\nContent-Length: {len(body) + 1}\r\n\r\n".encode()
-            with Connection(system.url) as attacker, Connection(system.url) as other:
+            with RawConnection(system.url) as attacker, RawConnection(system.url) as other:
                 before = processor_seconds(system)
                 attacker.send(head[:-2] + encoded + body)
                 assert attacker.answer().status == status
@@ -182,7 +184,7 @@ chunks."""
 @pytest.mark.parametrize("place", SMALL_CHUNKS)
 def test_a_body_of_many_small_chunks_is_refused_and_costs_others_no_time(tmp_path: Path, place: str) -> None:
     heads, statuses = SMALL_CHUNKS[place]
-    with coordinator(tmp_path, "--api-key", KEY) as system, Connection(system.url) as attacker:
+    with coordinator(tmp_path, "--api-key", KEY) as system, RawConnection(system.url) as attacker:
         before = processor_seconds(system)
         # further bytes are discarded for a while, then the server closes the connection
         with contextlib.suppress(ConnectionError):
@@ -195,22 +197,22 @@ def test_a_body_of_many_small_chunks_is_refused_and_costs_others_no_time(tmp_pat
 
 
 @pytest.mark.parametrize(("count", "size"), [(1024, 1), (1200, 50)])
-def test_a_body_of_a_few_small_chunks_is_taken(server: System, count: int, size: int) -> None:
+def test_a_body_of_a_few_small_chunks_is_taken(server: RunningSystem, count: int, size: int) -> None:
     body = b'{"prompt": "a"}'.ljust(count * size)
     chunks = b"".join(b"%x\r\n%b\r\n" % (size, body[at : at + size]) for at in range(0, len(body), size))
-    with Connection(server.url) as connection:
+    with RawConnection(server.url) as connection:
         connection.send(_post("Transfer-Encoding: chunked", path="/tokenize") + chunks + b"0\r\n\r\n")
         assert connection.answer().status == 200
 
 
 def test_a_plain_body_that_is_refused_early_is_drained_until_its_sender_reads_why(tmp_path: Path) -> None:
-    with coordinator(tmp_path, "--api-key", KEY) as system, Connection(system.url) as connection:
+    with coordinator(tmp_path, "--api-key", KEY) as system, RawConnection(system.url) as connection:
         for _ in range(2):
             connection.send(request("POST", GENERATE, body=bytes(8 * MIB)))
             assert connection.answer().code == "invalid_api_key"
 
 
-def test_no_answer_names_a_version(server: System) -> None:
+def test_no_answer_names_a_version(server: RunningSystem) -> None:
     for data in (
         request("GET", "/health"), request("GET", "/v1/models"),
         request("GET", "/v1/models", f"Authorization: Bearer {KEY}"),
@@ -224,9 +226,9 @@ def test_no_answer_names_a_version(server: System) -> None:
 
 @pytest.mark.parametrize("host", ["xn--a", "xn--a.b:80", "xn--" + "a" * 59])
 def test_a_target_of_which_no_request_can_be_made_is_refused_on_a_used_connection_too(
-    server: System, host: str
+    server: RunningSystem, host: str
 ) -> None:
-    with Connection(server.url) as connection:
+    with RawConnection(server.url) as connection:
         connection.send(request("GET", "/health"))
         assert connection.answer().status == 200
         connection.send(request("GET", f"http://{host}/health") + request("GET", "/health"))
@@ -235,7 +237,7 @@ def test_a_target_of_which_no_request_can_be_made_is_refused_on_a_used_connectio
         assert connection.closed()
 
 
-def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
+def test_a_flood_of_bytes_after_the_answer_is_cut(server: RunningSystem) -> None:
     """The server reads on for a moment, so that the sender can read the answer, but not for ever."""
     parts = urlsplit(server.url)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as sender:
@@ -249,8 +251,10 @@ def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
 
 @pytest.mark.parametrize("version", ["HTTP/0.9", "HTTP/1.2", "HTTP/2.0", "HTTP/9.9", "RTSP/2.0", "ICE/1.0"])
 @pytest.mark.parametrize("used", [False, True])
-def test_other_versions_than_those_spoken_are_refused_in_one_that_is(server: System, used: bool, version: str) -> None:
-    with Connection(server.url) as connection:
+def test_other_versions_than_those_spoken_are_refused_in_one_that_is(
+    server: RunningSystem, used: bool, version: str
+) -> None:
+    with RawConnection(server.url) as connection:
         if used:
             connection.send(request("GET", "/health"))
             assert connection.answer().status == 200
@@ -277,10 +281,10 @@ def _headers(size: int) -> list[str]:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("size", [HEAD + 1000, 30 * HEAD])
 def test_headers_that_are_too_long_together_are_refused_before_a_key_is_asked_for(
-    server: System, size: int, whole: bool
+    server: RunningSystem, size: int, whole: bool
 ) -> None:
     head = request("GET", "/v1/models", *_headers(size))
-    with Connection(server.url) as connection:
+    with RawConnection(server.url) as connection:
         began = time.monotonic()
         connection.send(head if whole else head[:-2])
         answer = connection.answer()
@@ -290,17 +294,17 @@ def test_headers_that_are_too_long_together_are_refused_before_a_key_is_asked_fo
         assert time.monotonic() - began < 2 + AT_ONCE_S
 
 
-def test_those_of_a_later_request_are_too(server: System) -> None:
-    with Connection(server.url) as connection:
+def test_those_of_a_later_request_are_too(server: RunningSystem) -> None:
+    with RawConnection(server.url) as connection:
         for size, status in ((HEAD - 1000, 401), (HEAD - 1000, 401), (HEAD + 1000, 400)):
             connection.send(request("GET", "/v1/models", *_headers(size)))
             assert connection.answer().status == status
         assert connection.closed()
 
 
-def test_bodies_do_not_count_as_headers(server: System) -> None:
+def test_bodies_do_not_count_as_headers(server: RunningSystem) -> None:
     body = b'{"prompt": 1}'.ljust(LIMIT)
-    with Connection(server.url) as connection:
+    with RawConnection(server.url) as connection:
         for _ in range(3):
             connection.send(_post(f"Content-Length: {LIMIT}", *_headers(HEAD - 2000)) + body)
             assert connection.answer().code != "malformed_request"
@@ -311,8 +315,8 @@ def test_bodies_do_not_count_as_headers(server: System) -> None:
             assert connection.answer().code != "malformed_request"
 
 
-def test_headers_behind_a_body_are_bounded_as_well(server: System) -> None:
-    with Connection(server.url) as connection:
+def test_headers_behind_a_body_are_bounded_as_well(server: RunningSystem) -> None:
+    with RawConnection(server.url) as connection:
         connection.send(_post("Transfer-Encoding: chunked", "Expect: 100-continue"))
         assert connection.answer().status == 100, "the body is being read"
         connection.send(b"2\r\n{}\r\n0\r\n" + "\r\n".join(_headers(20 * HEAD)).encode())
@@ -320,18 +324,18 @@ def test_headers_behind_a_body_are_bounded_as_well(server: System) -> None:
         assert answer.status == 400 and answer.code == "malformed_request"
 
 
-def test_headers_without_end_fill_no_memory(server: System) -> None:
+def test_headers_without_end_fill_no_memory(server: RunningSystem) -> None:
     before = memory(server)
     data = request("GET", "/version", *_headers(30 * HEAD))[:-2]
     with contextlib.ExitStack() as open_ones:
         for _ in range(100):
-            connection = open_ones.enter_context(Connection(server.url))
+            connection = open_ones.enter_context(RawConnection(server.url))
             connection.send(data)
             assert connection.answer().status == 400
         assert memory(server) - before < 40 * MIB, "188 MiB were sent"
 
 
-def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
+def test_more_headers_than_anybody_sends_are_refused(server: RunningSystem) -> None:
     for count, status in ((128, 401), (129, 400)):
         headers = (f"x-{at}: y" for at in range(count - 1))  # Host is one more
         assert ask(server.url, request("GET", "/v1/models", *headers)).status == status
@@ -381,7 +385,7 @@ def test_connections_that_were_reset_are_forgotten_before_the_next_look_at_conne
         for connections in (300, 1_500):
             before = memory(system)
             for _ in range(connections):
-                with Connection(system.url) as connection:
+                with RawConnection(system.url) as connection:
                     connection.send(request("GET", "/health"))
                     assert connection.answer().status == 200
                     connection.reset_when_closed()
@@ -403,7 +407,7 @@ def test_heads_that_stay_unfinished_are_bounded_together_and_others_are_served(t
         with coordinator(tmp_path) as system, contextlib.ExitStack() as open_ones:
             before = memory(system)
             for _ in range(connections):
-                last = open_ones.enter_context(Connection(system.url))
+                last = open_ones.enter_context(RawConnection(system.url))
                 last.send(head[:-2])
             assert last.answer().code == "server_is_overloaded"
             assert memory(system) - before < 100 * MIB, "72 MiB were sent, which take twice that"
@@ -412,13 +416,13 @@ def test_heads_that_stay_unfinished_are_bounded_together_and_others_are_served(t
                 request("POST", "/tokenize", body=b'{"prompt": "x"}'),
             ):
                 assert ask(system.url, whole).status == 200
-            with Connection(system.url) as connection:
+            with RawConnection(system.url) as connection:
                 connection.send(request("GET", "/health")[:-10])
                 time.sleep(0.05)
                 connection.send(request("GET", "/health")[-10:])
                 assert connection.answer().status == 200
             open_ones.close()
-            with Connection(system.url) as connection:  # the closed connections' share of the budget is free again
+            with RawConnection(system.url) as connection:  # the closed connections' share of the budget is free again
                 connection.send(head[:-2])
                 time.sleep(0.05)
                 connection.send(head[-2:])
@@ -435,7 +439,7 @@ def test_small_bodies_that_stay_unfinished_are_bounded_and_others_are_served(tmp
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, connections + 200), most))  # the server inherits it
     try:
         with coordinator(tmp_path) as system, contextlib.ExitStack() as open_ones:
-            flood = [open_ones.enter_context(Connection(system.url)) for _ in range(connections)]
+            flood = [open_ones.enter_context(RawConnection(system.url)) for _ in range(connections)]
             for connection in flood:
                 connection.send(request("POST", "/tokenize", f"Content-Length: {size + 1}") + b" " * size)
             assert flood[-1].answer().status == 429

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import READY_S, SMALL, Process, System
+from tests.e2e.system import READY_S, SMALL, RunningSystem, TandemProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -59,18 +59,18 @@ async def test_a_load_client_reads_every_event_of_a_stream_that_was_silent(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     model = checkpoint("llama")
-    named = ("--served-model-name", System.name)
-    first = Process.start(
+    named = ("--served-model-name", RunningSystem.name)
+    first = TandemProcess.start(
         tmp_path / "coordinator.log", "coordinator", model, *named, "--port", "0", "--control-port", "0"
     )
     processes = [first]
     try:
-        system = System(first, System._find_url(first))
+        system = RunningSystem(first, RunningSystem._find_url(first))
         found = _CONTROL.search(first.text)
         assert found, first.text
         for role in ("prefill", "decode"):  # started without a launcher, which would replace the worker that hangs
             words = [role, model, "--coordinator", f"127.0.0.1:{found[1]}", *named, *SMALL]
-            processes.append(Process.start(tmp_path / f"{role}.log", *words))
+            processes.append(TandemProcess.start(tmp_path / f"{role}.log", *words))
         hung = processes[-1].popen.pid
         async with system.client() as client:
             deadline = time.monotonic() + READY_S

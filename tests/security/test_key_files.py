@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import COMMAND, ROOT, SMALL, Process, System, tandem
+from tests.e2e.system import COMMAND, ROOT, SMALL, RunningSystem, TandemProcess, tandem
 from tests.leaked_keys import keygen, new_key, watch
 from tests.security.outside import ask, coordinator, request
 
@@ -184,9 +184,9 @@ def _with_pipe(directory: Path, key: str, *words: str) -> Iterator[str]:
             [*command, "--api-key-file", f"/dev/fd/{reading}"], pass_fds=[reading], stdout=out, stderr=out, cwd=ROOT
         )
     os.close(reading)
-    started = Process(log, process)
+    started = TandemProcess(log, process)
     try:
-        yield System._find_url(started)
+        yield RunningSystem._find_url(started)
     finally:
         started.stop()
 

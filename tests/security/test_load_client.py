@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import Process
+from tests.e2e.system import TandemProcess
 
 EVENT = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
 ANSWERS = {
@@ -25,7 +25,7 @@ ANSWERS = {
 REQUESTS = 6
 
 
-class Server:
+class ClosingServer:
     """Answers one completion per connection. For a second one on the same connection it reads only the headers, then
     closes as ``closing`` says: with a ``reset``, with an orderly ``end``, or with an orderly end after one ``byte`` of
     an answer."""
@@ -73,7 +73,7 @@ def _length(head: bytes) -> int:
 async def bench(url: str, log: Path) -> str:
     """Return the output of ``tandem bench serve`` with requests sent one after another."""
     words = "--num-warmups 0 --random-input-len 4 --random-output-len 4 --max-concurrency 1".split()
-    process = Process.start(log, "bench", "serve", "--url", url, "--num-prompts", str(REQUESTS), *words)
+    process = TandemProcess.start(log, "bench", "serve", "--url", url, "--num-prompts", str(REQUESTS), *words)
     try:
         async with asyncio.timeout(90):
             await asyncio.to_thread(process.popen.wait)
@@ -85,7 +85,7 @@ async def bench(url: str, log: Path) -> str:
 @pytest.mark.e2e
 @pytest.mark.parametrize("closing", ["reset", "end"])
 async def test_a_kept_connection_that_was_closed_fails_no_request(closing: str, tmp_path: Path) -> None:
-    server = Server(closing)
+    server = ClosingServer(closing)
     async with server.running() as url:
         shown = await bench(url, tmp_path / "bench.log")
     assert re.search(rf"Successful requests: +{REQUESTS}\b", shown), shown
@@ -95,7 +95,7 @@ async def test_a_kept_connection_that_was_closed_fails_no_request(closing: str, 
 
 @pytest.mark.e2e
 async def test_a_request_whose_answer_had_begun_is_not_sent_again(tmp_path: Path) -> None:
-    server = Server("byte")
+    server = ClosingServer("byte")
     async with server.running() as url:
         shown = await bench(url, tmp_path / "bench.log")
     assert re.search(rf"Successful requests: +{REQUESTS // 2}\b", shown), shown

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import System, tandem
+from tests.e2e.system import RunningSystem, tandem
 from tests.leaked_keys import new_key
-from tests.security.outside import Connection, ask, coordinator, request
+from tests.security.outside import RawConnection, ask, coordinator, request
 
 STORM = 10_000
 MOST_LINES = 4
@@ -21,7 +21,7 @@ MOST_LINES = 4
 
 @dataclass
 class Attacked:
-    system: System
+    system: RunningSystem
     key: str
 
 
@@ -90,7 +90,7 @@ def test_a_malformed_request_is_refused_without_a_byte_of_it(attacked: Attacked,
 @pytest.mark.parametrize("rest", [b"%b\r\n", b"2\r\n{}%b\r\n", b"2\r\n{}\r\n0\r\n%b\1\r\n\r\n"])
 def test_a_body_that_goes_wrong_later_is_refused_too(attacked: Attacked, rest: bytes) -> None:
     key = attacked.key.encode()
-    with Connection(attacked.system.url) as connection:
+    with RawConnection(attacked.system.url) as connection:
         connection.send(_with(CHUNKED, b"Expect: 100-continue")(key))
         assert connection.answer().status == 100, "the body is being read"
         connection.send(rest % key)
@@ -102,7 +102,7 @@ def test_a_body_that_goes_wrong_later_is_refused_too(attacked: Attacked, rest: b
 
 
 def test_garbage_after_an_answer_is_answered_once(attacked: Attacked) -> None:
-    with Connection(attacked.system.url) as connection:
+    with RawConnection(attacked.system.url) as connection:
         connection.send(request("GET", "/health"))
         assert connection.answer().status == 200
         connection.send(b"\0" + attacked.key.encode() + b"\r\n\r\n")
@@ -133,7 +133,7 @@ def test_clients_that_hang_up_are_a_handful_of_lines_with_a_count_and_without_th
     head = request("POST", "/tokenize", "Content-Length: 100", "Expect: 100-continue", f"X-Request-Id: {key}")
     with coordinator(tmp_path) as system:
         for _ in range(hang_ups):
-            with Connection(system.url) as connection:
+            with RawConnection(system.url) as connection:
                 connection.send(head)
                 assert connection.answer().status == 100, "its body is waited for"
         assert ask(system.url, request("GET", "/health")).status == 200

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 from tests.pace import scaled
-from tests.security.outside import Connection, ask, coordinator, request
+from tests.security.outside import RawConnection, ask, coordinator, request
 
 FILES = 100
 CONNECTIONS = 150
@@ -25,22 +25,22 @@ RAISES = "ulimit -n"
 
 
 @pytest.fixture
-def system(tmp_path: Path) -> Iterator[System]:
+def system(tmp_path: Path) -> Iterator[RunningSystem]:
     with coordinator(tmp_path, "--client-timeout", "2") as system:
         yield system
 
 
-def bound(system: System, files: int) -> None:
+def bound(system: RunningSystem, files: int) -> None:
     """Limit ``system`` to ``files`` open files."""
     hard = resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE)[1]
     resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE, (files, hard))
 
 
-def lines(system: System) -> list[str]:
+def lines(system: RunningSystem) -> list[str]:
     return [line for line in system.process.text.splitlines() if RAISES in line]
 
 
-def wait_for_line(system: System, meanwhile: Callable[[], None] = lambda: None) -> str:
+def wait_for_line(system: RunningSystem, meanwhile: Callable[[], None] = lambda: None) -> str:
     deadline = time.monotonic() + PATIENCE_S
     while not (found := lines(system)):
         meanwhile()
@@ -49,18 +49,18 @@ def wait_for_line(system: System, meanwhile: Callable[[], None] = lambda: None) 
     return found[0]
 
 
-def test_silent_connections_up_to_the_limit_are_one_line(system: System) -> None:
+def test_silent_connections_up_to_the_limit_are_one_line(system: RunningSystem) -> None:
     bound(system, FILES)
     with contextlib.ExitStack() as open_ones:
-        first = open_ones.enter_context(Connection(system.url))
+        first = open_ones.enter_context(RawConnection(system.url))
         for _ in range(CONNECTIONS):
             with contextlib.suppress(ConnectionError):
-                open_ones.enter_context(Connection(system.url))
+                open_ones.enter_context(RawConnection(system.url))
         line = wait_for_line(system)
         assert f" {FILES} allowed files" in line and "warning" in line
         first.send(request("GET", "/health"))
         assert first.answer().status == 200, "one that was there before is served"
-        with Connection(system.url) as late:
+        with RawConnection(system.url) as late:
             answer = late.answer()
             assert answer.status == 429 and answer.code == "server_is_overloaded" and "retry-after" in answer.headers
             assert late.closed()
@@ -71,7 +71,7 @@ def test_silent_connections_up_to_the_limit_are_one_line(system: System) -> None
         assert time.monotonic() < deadline, "they have left"
 
 
-def test_a_limit_that_is_met_without_a_connection_is_told(system: System) -> None:
+def test_a_limit_that_is_met_without_a_connection_is_told(system: RunningSystem) -> None:
     def leave_none() -> None:
         """Lower the limit to the first free descriptor. This is repeated because a lower one, for example of an earlier
         connection, may be closed meanwhile."""

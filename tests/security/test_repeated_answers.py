@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
 from tests.security.outside import ask, request
@@ -28,19 +28,28 @@ CLIENT_TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     """A coordinator without workers, whose model has a context longer than any body."""
     directory: Path = tmp_path_factory.mktemp("repeated")
     model = fake_checkpoint(directory / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
-    words: list[Any] = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
+    words: list[Any] = [
+        "coordinator",
+        model,
+        "--port",
+        "0",
+        "--control-port",
+        "0",
+        "--served-model-name",
+        RunningSystem.name,
+    ]
     limits = ["--client-timeout", str(CLIENT_TIMEOUT_S), "--max-body-bytes", str(MOST_BODY)]
-    with System.running(directory / "log", *words, *limits, until_ready=False) as system:
+    with RunningSystem.running(directory / "log", *words, *limits, until_ready=False) as system:
         yield system
 
 
-def _cut(server: System) -> float:
+def _cut(server: RunningSystem) -> float:
     """Return how many clients were disconnected because they did not read."""
     page = ask(server.url, request("GET", "/metrics", "Connection: close")).body.decode()
     found = re.search(r'^tandem_clients_cut_off_total\{while="reading"\} (\S+)', page, re.MULTILINE)
@@ -54,7 +63,7 @@ def _cut(server: System) -> float:
         ("/detokenize", {"tokens": [LONG_TOKEN] * TOKENS}),
     ],
 )
-def test_who_takes_nothing_of_an_answer_is_cut(server: System, path: str, asked: dict[str, Any]) -> None:
+def test_who_takes_nothing_of_an_answer_is_cut(server: RunningSystem, path: str, asked: dict[str, Any]) -> None:
     before, place = _cut(server), urlsplit(server.url)
     sent = request("POST", path, body=json.dumps(asked, separators=(",", ":")).encode())
     with socket.socket() as connection:
@@ -70,7 +79,7 @@ def test_who_takes_nothing_of_an_answer_is_cut(server: System, path: str, asked:
 @pytest.mark.parametrize("fields", [{"echo": True}, {"return_token_ids": True}])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_an_answer_does_not_repeat_more_than_a_body_may_hold(
-    server: System, fields: dict[str, Any], as_ids: bool
+    server: RunningSystem, fields: dict[str, Any], as_ids: bool
 ) -> None:
     prompt: Any = [LONG_TOKEN] * 5_000 if as_ids else "additional Properties " * 1_000
     asked = {"prompt": [prompt] * 64, "n": 16, "max_tokens": 1, **fields}
@@ -81,7 +90,7 @@ def test_an_answer_does_not_repeat_more_than_a_body_may_hold(
     assert ask(server.url, request("POST", "/v1/completions", body=json.dumps(few).encode())).status == 503
 
 
-def test_a_text_of_ids_is_no_longer_than_a_body_may_be(server: System) -> None:
+def test_a_text_of_ids_is_no_longer_than_a_body_may_be(server: RunningSystem) -> None:
     asked = {"tokens": [LONG_TOKEN] * (MOST_BODY // len("<|assistant|>") + 1)}
     answer = ask(server.url, request("POST", "/detokenize", body=json.dumps(asked).encode()))
     assert answer.status == 400 and answer.json["error"]["param"] == "tokens", answer.raw[:500]

@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.system import READY_S, SMALL, Client, Process, System
+from tests.e2e.system import READY_S, SMALL, Client, RunningSystem, TandemProcess
 from tests.pace import scaled
 from tests.security.outside import coordinator
 
@@ -52,19 +52,19 @@ async def test_a_coordinator_that_was_killed_serves_its_workers_as_soon_as_it_li
 ) -> None:
     model = checkpoint("llama")
 
-    def start(*ports: str) -> Process:
-        words = ["coordinator", model, "--served-model-name", System.name, "--port", ports[0]]
-        return Process.start(tmp_path / "coordinator.log", *words, "--control-port", ports[1])
+    def start(*ports: str) -> TandemProcess:
+        words = ["coordinator", model, "--served-model-name", RunningSystem.name, "--port", ports[0]]
+        return TandemProcess.start(tmp_path / "coordinator.log", *words, "--control-port", ports[1])
 
     first = start("0", "0")
     processes = [first]
     try:
-        system = System(first, System._find_url(first))
+        system = RunningSystem(first, RunningSystem._find_url(first))
         found = _CONTROL.search(first.text)
         assert found, first.text
         for role in ("prefill", "decode"):
-            words = [role, model, "--coordinator", f"127.0.0.1:{found[1]}", "--served-model-name", System.name]
-            processes.append(Process.start(tmp_path / f"{role}.log", *words, *SMALL))
+            words = [role, model, "--coordinator", f"127.0.0.1:{found[1]}", "--served-model-name", RunningSystem.name]
+            processes.append(TandemProcess.start(tmp_path / f"{role}.log", *words, *SMALL))
         async with system.client() as client:
             deadline = time.monotonic() + READY_S
             while [worker["state"] for worker in (await client.workers()).values()] != ["ready"] * 2:
@@ -86,7 +86,7 @@ async def test_a_coordinator_that_was_killed_serves_its_workers_as_soon_as_it_li
 async def test_a_coordinator_that_its_launcher_starts_again_does_so(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    with System.up(tmp_path, checkpoint("llama"), "--colocated", "1") as system:
+    with RunningSystem.up(tmp_path, checkpoint("llama"), "--colocated", "1") as system:
         children = psutil.Process(system.process.popen.pid).children()
         (killed,) = (child for child in children if "coordinator" in child.cmdline())
         async with system.client() as client:
@@ -109,7 +109,7 @@ async def one_is_refused(client: Client, requests: int) -> list[asyncio.Task[tup
 async def test_without_workers_requests_wait_for_three_seconds_after_the_start_and_then_not_at_all(
     tmp_path: Path,
 ) -> None:
-    flags = ("--max-queued-requests", "2", "--served-model-name", System.name)
+    flags = ("--max-queued-requests", "2", "--served-model-name", RunningSystem.name)
     with coordinator(tmp_path, *flags) as system:
         began = time.monotonic()
         async with system.client() as client:
@@ -125,7 +125,7 @@ async def test_without_workers_requests_wait_for_three_seconds_after_the_start_a
 
 
 async def test_a_drain_does_not_wait_for_workers(tmp_path: Path) -> None:
-    with coordinator(tmp_path, "--max-queued-requests", "1", "--served-model-name", System.name) as system:
+    with coordinator(tmp_path, "--max-queued-requests", "1", "--served-model-name", RunningSystem.name) as system:
         async with system.client() as client:
             (held,) = await one_is_refused(client, 2)
             began = time.monotonic()

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import RunningSystem
 from tests.leaked_keys import new_key
 from tests.security.outside import ask, coordinator, request
 
@@ -42,7 +42,7 @@ def delay_s(headers: dict[str, str], retries: int) -> float:
 
 async def send(session: aiohttp.ClientSession, prompt: list[int], refusals: list[dict[str, str]]) -> int:
     """Return the final status after the retries; ``refusals`` collects the headers of each 429."""
-    fields = {"model": System.name, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    fields = {"model": RunningSystem.name, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     for retries in range(MAX_RETRIES + 1):
         counted = {"x-stainless-retry-count": str(retries)}
         async with session.post("/v1/completions", json=fields, headers=counted) as response:
@@ -65,7 +65,7 @@ async def test_two_retries_are_enough_at_one_and_a_half_times_the_capacity(
     clients, key = math.ceil(1.5 * (SLOTS + QUEUE)), new_key()
     refusals: list[dict[str, str]] = []
     statuses: list[int] = []
-    with System.up(tmp_path, checkpoint("llama"), *flags, "--api-key", key) as system:
+    with RunningSystem.up(tmp_path, checkpoint("llama"), *flags, "--api-key", key) as system:
         headers = {"Authorization": f"Bearer {key}"}
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(system.url, connector=connector, timeout=timeout, headers=headers) as session:

@@ -65,8 +65,9 @@ def test_the_rule_can_fail(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import json", "from tests import leaked_keys", "from tests.e2e.system import System", "import tests.pace",
-        "from tests.security.outside import ask", "from . import outside", "import commonmark", "x = 'decode'",
+        "import json", "from tests import leaked_keys", "from tests.e2e.system import RunningSystem",
+        "import tests.pace", "from tests.security.outside import ask", "from . import outside",
+        "import commonmark", "x = 'decode'",
         "'''A worker of the prefill. It asks the coordinator: decode.'''",
     ],
 )  # fmt: skip

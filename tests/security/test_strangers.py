@@ -27,7 +27,7 @@ import psutil
 import pytest
 import xxhash
 
-from tests.e2e.system import READY_S, Process, System
+from tests.e2e.system import READY_S, RunningSystem, TandemProcess
 from tests.leaked_keys import keygen, new_key, register_cluster_keys
 from tests.security.outside import own_address
 
@@ -90,7 +90,7 @@ def dial(at: str, how: str, uid: int | None) -> dict[str, Any]:
 # -- what is listening ------------------------------------------------------------------------------------------------
 
 
-def listening(system: System) -> dict[str, str]:
+def listening(system: RunningSystem) -> dict[str, str]:
     """Return who listens at each address (``unix:NAME`` or ``127.0.0.1:PORT``) of this system: a worker, the
     coordinator, the launcher (``up``) or something else. A Unix datagram socket counts as listening."""
     sockets = sockets_of(system.process)
@@ -99,7 +99,7 @@ def listening(system: System) -> dict[str, str]:
     return {at: names.get(pid, "something else") for at, pid in sockets.items()}
 
 
-def sockets_of(process: Process) -> dict[str, int]:
+def sockets_of(process: TandemProcess) -> dict[str, int]:
     """Return the listening process by address."""
     process.look_around()
     inodes: dict[str, int] = {}
@@ -130,7 +130,7 @@ def sockets_of(process: Process) -> dict[str, int]:
 # -- a client ---------------------------------------------------------------------------------------------------------
 
 
-def ask(system: System, path: str, body: Any = None) -> tuple[dict[str, str], Any]:
+def ask(system: RunningSystem, path: str, body: Any = None) -> tuple[dict[str, str], Any]:
     """Return headers and JSON body of the answer; AssertionError unless the status is 200."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
@@ -142,12 +142,12 @@ def ask(system: System, path: str, body: Any = None) -> tuple[dict[str, str], An
             raise AssertionError(f"{error.code}: {error.read()!r}\n{system.process.text}") from error
 
 
-def workers(system: System) -> dict[str, int]:
+def workers(system: RunningSystem) -> dict[str, int]:
     """Return the process id of each ready worker, by name."""
     return {each["id"]: each["pid"] for each in ask(system, "/admin/workers")[1]["workers"] if each["state"] == "ready"}
 
 
-def chat(system: System) -> str:
+def chat(system: RunningSystem) -> str:
     """Send a chat and return the decode worker that answered."""
     messages = [{"role": "user", "content": f"Hello {time.monotonic_ns()}"}]
     headers, answer = ask(system, "/v1/chat/completions", {"model": "model", "messages": messages, "max_tokens": 4})
@@ -155,7 +155,7 @@ def chat(system: System) -> str:
     return headers["x-tandem-decode"]
 
 
-def until(condition: Callable[[], object], process: Process, what: str) -> None:
+def until(condition: Callable[[], object], process: TandemProcess, what: str) -> None:
     deadline = time.monotonic() + READY_S
     while not condition():
         process.check_alive()
@@ -173,17 +173,17 @@ def spawner() -> None:
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     """A plain ``tandem up`` with client keys."""
     directory = tmp_path_factory.mktemp("up")
     (directory / "keys").write_text(KEY + "\n")
     (directory / "keys").chmod(0o600)
     words = "up", "--port", "0", "--control-port", "0", *SMALL, "--api-key-file", directory / "keys"
-    with System.running(directory / "up.log", *words) as running:
+    with RunningSystem.running(directory / "up.log", *words) as running:
         yield running
 
 
-def test_every_socket_that_listens_is_known(system: System) -> None:
+def test_every_socket_that_listens_is_known(system: RunningSystem) -> None:
     """A new listening socket must be added here, with the way it authenticates peers: HTTP requires a key, control (two
     sockets) and KV use CURVE, and the pool is passed only to processes of the same user, by the kernel's peer
     credentials."""
@@ -193,7 +193,7 @@ def test_every_socket_that_listens_is_known(system: System) -> None:
 
 
 @pytest.mark.parametrize("who", ["another user", "this user, without a key"])
-def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str) -> None:
+def test_a_stranger_learns_nothing_and_changes_nothing(system: RunningSystem, who: str) -> None:
     uid = another_user() if who == "another user" else None
     before = workers(system)
     assert set(before) == {"prefill-0", "decode-0"}
@@ -227,21 +227,21 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
     assert len(told) <= 1 + age_s / LOG_EVERY_S, "a line for all of them, not for each"
 
 
-def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: System) -> None:
+def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: RunningSystem) -> None:
     """Shows that the test above can fail: a process of this user does receive the pool's descriptor."""
-    (door,) = (at for at, label in listening(system).items() if label == "prefill-0")
-    assert dial(door, "raw", None)["files"] == 1
+    (endpoint,) = (at for at, label in listening(system).items() if label == "prefill-0")
+    assert dial(endpoint, "raw", None)["files"] == 1
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def external(directory: Path, system: System, keys: Path, name: str, *flags: str) -> Process:
+def external(directory: Path, system: RunningSystem, keys: Path, name: str, *flags: str) -> TandemProcess:
     """Start a decode worker that is not a child of the launcher."""
     found = re.search(r"workers at tcp://(\S+)", system.process.text)
     assert found is not None, system.process.text
     words = ["decode", "--coordinator", found[1], "--name", name, "--cluster-key-file", keys, *SMALL, *flags]
-    return Process.start(directory / f"external-{name}.log", *words)
+    return TandemProcess.start(directory / f"external-{name}.log", *words)
 
 
 def shown(processes: Sequence[psutil.Process]) -> bytes:
@@ -257,8 +257,8 @@ def test_a_worker_with_a_key_joins_and_takes_nobodys_name(tmp_path: Path) -> Non
     (tmp_path / "keys").chmod(0o600)
     words = ("up", "--port", "0", "--control-host", host, "--control-port", "0", *SMALL)
     words += ("--cluster-key-file", str(keys), "--api-key-file", str(tmp_path / "keys"), "--local-prefill", "never")
-    started: list[Process] = []
-    with System.running(tmp_path / "up.log", *words) as system:
+    started: list[TandemProcess] = []
+    with RunningSystem.running(tmp_path / "up.log", *words) as system:
         try:
             before = workers(system)
             assert set(before) == {"prefill-0", "decode-0"}

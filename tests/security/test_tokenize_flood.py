@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.e2e.system import Client, System
+from tests.e2e.system import Client, RunningSystem
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
 
@@ -166,7 +166,7 @@ async def under_attack(url: str, *requests: bytes) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def coordinator_of(system: System) -> psutil.Process:
+def coordinator_of(system: RunningSystem) -> psutil.Process:
     """Return the process that listens at ``system.url``."""
     port = urlsplit(system.url).port
     mine = psutil.Process(system.process.popen.pid)
@@ -233,7 +233,9 @@ class Waits:
         return ", ".join(f"{name} {statistics.median(took):.2f}..{max(took):.2f} s" for name, took in shown.items())
 
 
-async def check(system: System, attacks: dict[str, tuple[str, bytes]], ask: Callable[[], Awaitable[None]]) -> None:
+async def check(
+    system: RunningSystem, attacks: dict[str, tuple[str, bytes]], ask: Callable[[], Awaitable[None]]
+) -> None:
     """Check that ``ask`` takes as long as without attackers, and that the coordinator's memory stays small."""
     requests = [raw(system.url, *attack) for attack in attacks.values()]
     waves = {
@@ -256,11 +258,11 @@ async def check(system: System, attacks: dict[str, tuple[str, bytes]], ask: Call
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     """``tandem up`` with the built-in model."""
-    words = ("up", "--port", "0", "--control-port", "0", "--served-model-name", System.name)
+    words = ("up", "--port", "0", "--control-port", "0", "--served-model-name", RunningSystem.name)
     small = ("--threads", "1", "--num-kv-blocks", "1024")
-    with System.running(tmp_path_factory.mktemp("served") / "up.log", *words, *small) as system:
+    with RunningSystem.running(tmp_path_factory.mktemp("served") / "up.log", *words, *small) as system:
         yield system
 
 
@@ -272,7 +274,7 @@ async def first_token(client: Client) -> None:
         await response.content.readline()
 
 
-async def test_chats_do_not_wait_for_long_texts(served: System, attacks: dict[str, tuple[str, bytes]]) -> None:
+async def test_chats_do_not_wait_for_long_texts(served: RunningSystem, attacks: dict[str, tuple[str, bytes]]) -> None:
     async with served.client() as client:
         await check(served, attacks, lambda: first_token(client))
 
@@ -284,7 +286,7 @@ SMALL_REQUESTS = {
 """Number of clients, and the body that each posts to /tokenize again and again."""
 
 
-async def test_chats_do_not_wait_for_many_small_requests(served: System) -> None:
+async def test_chats_do_not_wait_for_many_small_requests(served: RunningSystem) -> None:
     async def attacker(body: bytes) -> None:
         while True:
             async with client.session.post("/tokenize", data=body) as response:
@@ -307,12 +309,12 @@ async def test_chats_do_not_wait_for_many_small_requests(served: System) -> None
     assert memory.most < MOST_RSS, f"{waits}, {memory.most // MIB} MiB"
 
 
-async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: System) -> None:
+async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: RunningSystem) -> None:
     """One request of 50 KB asks for 1,024 choices with 16 stop strings that have nothing in common. Workers compute
     them until the client hangs up, so the test times /health instead of a chat."""
     letters = "".join(chr(0x4E00 + at) for at in range(16 * 1024))
     stops = [letters[at : at + 1024] for at in range(0, len(letters), 1024)]
-    body = {"model": System.name, "prompt": ["a"] * 64, "n": 16, "max_tokens": 2, "stop": stops}
+    body = {"model": RunningSystem.name, "prompt": ["a"] * 64, "n": 16, "max_tokens": 2, "stop": stops}
     request = raw(served.url, TEXT, json.dumps(body, ensure_ascii=False).encode())
 
     async def health() -> None:
@@ -328,7 +330,7 @@ async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: System)
 
 
 async def test_what_cannot_fit_the_context_is_refused_at_once(
-    served: System, attacks: dict[str, tuple[str, bytes]]
+    served: RunningSystem, attacks: dict[str, tuple[str, bytes]]
 ) -> None:
     async with served.client() as client:
         for name, (path, body) in attacks.items():
@@ -347,19 +349,19 @@ async def test_what_cannot_fit_the_context_is_refused_at_once(
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     """A coordinator without workers, whose model has a context longer than any body; only its tokenizer is used."""
     directory: Path = tmp_path_factory.mktemp("large")
     model = fake_checkpoint(directory / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
-    words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
-    with System.running(directory / "log", *words, "--chat-template", INDENTING, until_ready=False) as system:
+    words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", RunningSystem.name]
+    with RunningSystem.running(directory / "log", *words, "--chat-template", INDENTING, until_ready=False) as system:
         yield system
 
 
 async def test_long_texts_that_fit_the_context_keep_nobody_waiting(
-    large: System, attacks: dict[str, tuple[str, bytes]]
+    large: RunningSystem, attacks: dict[str, tuple[str, bytes]]
 ) -> None:
     async def tokenize() -> None:
         async with client.session.post("/tokenize", json=chat_of((PROSE * 70)[:4_600])) as response:
@@ -373,7 +375,7 @@ async def test_long_texts_that_fit_the_context_keep_nobody_waiting(
                 assert (await response.json())["count"] > len(text) / 10
 
 
-async def test_chats_do_not_wait_for_small_bodies_that_the_template_makes_long(large: System) -> None:
+async def test_chats_do_not_wait_for_small_bodies_that_the_template_makes_long(large: RunningSystem) -> None:
     body = deep_numbers(8_000)
 
     async def attacker() -> None:

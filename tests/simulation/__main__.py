@@ -32,7 +32,7 @@ from common.net.wire import DIGEST_BYTES
 from tests.golden import histories
 from tests.golden.store import Digest
 from tests.simulation.mutations import MUTATIONS, brought_back
-from tests.simulation.network import Connection
+from tests.simulation.network import SimulatedConnection
 from tests.simulation.play import Outcome, run
 
 ROOT = Path(__file__).parents[2]
@@ -175,14 +175,14 @@ def _noticed(name: str, seed: int) -> str:
 
 
 def _trace() -> None:
-    arrive = Connection._arrive
+    arrive = SimulatedConnection._arrive
 
-    def traced(self: Connection, receiver: object, parts: list[bytes]) -> None:
+    def traced(self: SimulatedConnection, receiver: object, parts: list[bytes]) -> None:
         ends = f"{self.dealer.process.name} and {self.router.process.name}"
         print(f"{self.network.clock.now:.6f} {ends}: {parts[-1][DIGEST_BYTES:][:80].hex()}")
         arrive(self, receiver, parts)
 
-    Connection._arrive = traced  # type: ignore[method-assign, assignment]
+    SimulatedConnection._arrive = traced  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Clock:
         return False
 
 
-class Process:
+class SimulatedProcess:
     """A simulated process, which can be stopped (it keeps its sockets), continued, or killed.
 
     ``spent`` is how many seconds it is ahead of the clock: an action in the middle of a long step happens later than
@@ -95,7 +95,7 @@ class Process:
 class Loop:
     """The part of an asyncio event loop that the coordinator uses, for one process."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
 
     def call_soon(self, action: Callable[..., object], *arguments: Any) -> Event:

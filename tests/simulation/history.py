@@ -9,7 +9,7 @@ from typing import Any
 from common.core.request import SamplingParams
 from tests.simulation.liveness import COORDINATOR, DYING_S, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
 from tests.simulation.network import Line
-from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedWorker, System
+from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedSystem, SimulatedWorker
 
 PATIENCE_S = 120.0
 """The longest time, in virtual seconds, until all requests have ended; deadlines are shorter."""
@@ -26,7 +26,7 @@ class History:
     torn     a black hole between two workers of a busy system
     """
 
-    def __init__(self, system: System, rng: Random, flavour: str = "any") -> None:
+    def __init__(self, system: SimulatedSystem, rng: Random, flavour: str = "any") -> None:
         self.system, self.rng, self.flavour = system, rng, flavour
         self.names: list[str] = []
         self.noisy: list[frozenset[str]] = []
@@ -81,7 +81,7 @@ class History:
 
     def _work_s(self) -> float:
         """Return the seconds that one worker would take for all requests, one token at a time."""
-        asked = [client for client in self.system.clients if client.ticket is not None]
+        asked = [client for client in self.system.clients if client.request_record is not None]
         steps = sum(len(client.prompt) // 32 + client.sampling.max_tokens for client in asked)
         return steps * self.system.slowest_s
 
@@ -98,9 +98,9 @@ class History:
         self._until(lambda: not self.system.running, seconds, "the last request is served")
         if client.ends != ["done"]:
             raise Broken(f"after all faults a request ends with {client.ends}")
-        assert client.ticket is not None
-        if client.ticket.path not in ("disagg", "colocated"):
-            raise Broken(f"after all faults a request takes the path {client.ticket.path}")
+        assert client.request_record is not None
+        if client.request_record.path not in ("disagg", "colocated"):
+            raise Broken(f"after all faults a request takes the path {client.request_record.path}")
         self._pass(1.0)
         self.system.look_at_quiet()
 
@@ -333,7 +333,11 @@ class History:
         limit = clock.now + seconds
         while not done():
             if clock.now > limit:
-                states = {c.number: (c.ticket and c.ticket.progress.state) for c in self.system.clients if not c.over}
+                states = {
+                    c.number: (c.request_record and c.request_record.progress.state)
+                    for c in self.system.clients
+                    if not c.over
+                }
                 raise Broken(f"after {seconds:g} s of waiting: {what}; running {states}")
             self.system.step()
 

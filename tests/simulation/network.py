@@ -23,7 +23,7 @@ from common.net.messages import Message, ToHeartbeatThread, Tokens
 from common.net.socket_monitor import EVENT, Handshakes
 from common.net.sockets import BEAT_SUFFIX, Channels, receive
 from common.net.wire import DIGEST_BYTES, encode
-from tests.simulation.clock import Clock, Process
+from tests.simulation.clock import Clock, SimulatedProcess
 
 RECONNECT_S = 0.05
 _NOTHING = zmq.Again()
@@ -67,7 +67,7 @@ class Losing:
     number: int
     struck: Callable[..., None]
 
-    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
+    def takes(self, connection: SimulatedConnection, to: Socket, parts: Parts) -> bool:
         if self.number and self._is(parts):
             self.number -= 1
             if not self.number:
@@ -91,7 +91,7 @@ class Mute:
     name: str
     tag: str
 
-    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
+    def takes(self, connection: SimulatedConnection, to: Socket, parts: Parts) -> bool:
         if connection.dealer.process.name != self.name or len(parts) != 1:
             return False
         return bool(msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0] == self.tag)
@@ -102,7 +102,7 @@ class Frameless:
 
     tag = "frame"
 
-    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
+    def takes(self, connection: SimulatedConnection, to: Socket, parts: Parts) -> bool:
         return len(parts) == 2
 
 
@@ -112,12 +112,12 @@ class Severed:
 
     Neither end is notified, and a new connection works."""
 
-    connection: Connection
+    connection: SimulatedConnection
     deaf: bool
     mute: bool
     tag = "in a severed connection"
 
-    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
+    def takes(self, connection: SimulatedConnection, to: Socket, parts: Parts) -> bool:
         return connection is self.connection and (self.deaf if to is connection.dealer else self.mute)
 
 
@@ -132,10 +132,10 @@ class Network:
         self.listeners: dict[str, Router] = {}
         self.happened: dict[str, int] = {}
         self.losing: Losing | Mute | Frameless | Severed | None = None
-        self.dropped: Callable[[Connection, Parts], None] = lambda connection, parts: None
+        self.dropped: Callable[[SimulatedConnection, Parts], None] = lambda connection, parts: None
         """Called with each message dropped by noise."""
         self._lines: dict[frozenset[str], Line] = {}
-        self._connections: list[Connection] = []
+        self._connections: list[SimulatedConnection] = []
         self._sockets: dict[str, list[Socket]] = {}
         self._ports = 1000
 
@@ -149,10 +149,10 @@ class Network:
     def lines(self) -> list[Line]:
         return list(self._lines.values())
 
-    def line(self, one: Process, other: Process) -> Line:
+    def line(self, one: SimulatedProcess, other: SimulatedProcess) -> Line:
         return self._lines.setdefault(frozenset((one.name, other.name)), Line())
 
-    def waits_for(self, process: Process) -> bool:
+    def waits_for(self, process: SimulatedProcess) -> bool:
         """Return whether a message has arrived that the process has not read. Sockets of an earlier process of the same
         name may still be open."""
         for each in self._sockets.get(process.name, ()):  # called most often of all: no generator
@@ -168,25 +168,25 @@ class Network:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def cut(self, one: Process, other: Process) -> None:
+    def cut(self, one: SimulatedProcess, other: SimulatedProcess) -> None:
         """Black-hole the line: nothing arrives any more, and neither end is notified."""
         self.line(one, other).cut = True
         self.count("cut")
 
-    def heal(self, one: Process, other: Process) -> None:
+    def heal(self, one: SimulatedProcess, other: SimulatedProcess) -> None:
         """End a black hole. What was sent meanwhile arrives now, as with TCP."""
         line = self.line(one, other)
         line.cut = False
         for connection in self._between(one, other):
             connection.thaw()
 
-    def reset(self, one: Process, other: Process) -> None:
+    def reset(self, one: SimulatedProcess, other: SimulatedProcess) -> None:
         """Break the connections between two processes, with everything in flight."""
         for connection in self._between(one, other):
             self.count("reset")
             connection.close()
 
-    def dead(self, process: Process) -> None:
+    def dead(self, process: SimulatedProcess) -> None:
         """Close a dead process's connections, as the kernel does; a black hole hides that from the other end."""
         for address, listener in list(self.listeners.items()):
             if listener.process is process:
@@ -199,19 +199,19 @@ class Network:
                 else:
                     connection.close()
 
-    def control(self, worker: Process, coordinator: Process, *, beats: bool) -> Connection:
+    def control(self, worker: SimulatedProcess, coordinator: SimulatedProcess, *, beats: bool) -> SimulatedConnection:
         """Return a worker's heartbeat connection (``beats``) or its control connection."""
         connections = self._between(worker, coordinator)
         return next(each for each in connections if each.dealer.name.endswith(BEAT_SUFFIX.encode()) is beats)
 
-    def severed(self, dialling: Process) -> bool:
+    def severed(self, dialling: SimulatedProcess) -> bool:
         """Return whether the process still uses a severed connection that it opened."""
         losing = self.losing
         if not isinstance(losing, Severed):
             return False
         return losing.connection.open and losing.connection.dealer.process is dialling
 
-    def _between(self, one: Process, other: Process) -> list[Connection]:
+    def _between(self, one: SimulatedProcess, other: SimulatedProcess) -> list[SimulatedConnection]:
         ends = {one, other}
         return [each for each in self._connections if {each.dealer.process, each.router.process} == ends]
 
@@ -223,15 +223,15 @@ class Network:
         if router is None or router.closed or self.line(dealer.process, router.process).cut:
             self.clock.after(RECONNECT_S, self.connect, dealer)
             return
-        dealer.connection = Connection(self, dealer, router)
+        dealer.connection = SimulatedConnection(self, dealer, router)
         self._connections.append(dealer.connection)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: SimulatedConnection) -> None:
         if connection in self._connections:
             self._connections.remove(connection)
 
 
-class Connection:
+class SimulatedConnection:
     """One TCP connection from a dealer to a router."""
 
     def __init__(self, network: Network, dealer: Dealer, router: Router) -> None:
@@ -356,14 +356,14 @@ class Socket:
 
     dropping = False
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: SimulatedProcess) -> None:
         self.network, self.process = network, process
         self.closed = False
         self.inbox: deque[Parts] = deque()
         self.wake: Callable[[], None] = lambda: None
         network.opened(self)
 
-    def deliver(self, connection: Connection, parts: Parts) -> None:
+    def deliver(self, connection: SimulatedConnection, parts: Parts) -> None:
         self.inbox.append(parts)
         self.process.run(self._woken)
 
@@ -410,10 +410,10 @@ class Monitor:
 
 
 class Dealer(Socket):
-    def __init__(self, network: Network, process: Process, address: str, name: bytes) -> None:
+    def __init__(self, network: Network, process: SimulatedProcess, address: str, name: bytes) -> None:
         super().__init__(network, process)
         self.address, self.name = address, name
-        self.connection: Connection | None = None
+        self.connection: SimulatedConnection | None = None
         self.monitor = Monitor()
         self.unsent: list[Parts] = []
         network.connect(self)
@@ -433,17 +433,17 @@ class Dealer(Socket):
 
 
 class Router(Socket):
-    def __init__(self, network: Network, process: Process, address: str) -> None:
+    def __init__(self, network: Network, process: SimulatedProcess, address: str) -> None:
         super().__init__(network, process)
         self.address = address
         self.monitor: Socket | None = None
-        self._peers: dict[bytes, Connection] = {}
+        self._peers: dict[bytes, SimulatedConnection] = {}
         network.listeners[address] = self
 
-    def knows(self, connection: Connection) -> bool:
+    def knows(self, connection: SimulatedConnection) -> bool:
         return self._peers.get(connection.dealer.name) is connection
 
-    def greet(self, connection: Connection) -> bool:
+    def greet(self, connection: SimulatedConnection) -> bool:
         if self.closed:
             return False
         if (old := self._peers.pop(connection.dealer.name, None)) is not None:  # as ZMQ_ROUTER_HANDOVER does
@@ -451,13 +451,13 @@ class Router(Socket):
         self._peers[connection.dealer.name] = connection
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: SimulatedConnection) -> None:
         if self.knows(connection):
             del self._peers[connection.dealer.name]
             if self.monitor is not None:
                 self.monitor.deliver(connection, [EVENT.pack(zmq.EVENT_DISCONNECTED, 0)])
 
-    def deliver(self, connection: Connection, parts: Parts) -> None:
+    def deliver(self, connection: SimulatedConnection, parts: Parts) -> None:
         super().deliver(connection, [connection.dealer.name, *parts])
 
     def send_multipart(self, parts: list[Any], flags: int = 0, copy: bool = True) -> None:
@@ -515,7 +515,7 @@ class SimulatedHeart:
 class SimulatedChannels(Channels):
     """The network interface of one simulated process."""
 
-    def __init__(self, network: Network, process: Process, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, network: Network, process: SimulatedProcess, wake: Callable[[], None] = lambda: None) -> None:
         self.network, self.process, self._wake = network, process, wake
 
     def clock(self) -> float:  # type: ignore[override]

@@ -40,7 +40,7 @@ from tests.simulation.situations import (
     Unheard,
     Unladen,
 )
-from tests.simulation.system import System
+from tests.simulation.system import SimulatedSystem
 
 KINDS: tuple[Callable[..., History], ...] = (
     Unladen,
@@ -103,7 +103,7 @@ def run(seed: int) -> Outcome:
     number, which = divmod(seed, len(KINDS))
     kind, rng = KINDS[which], Random(number * STRIDE + which)
     with _chance(rng):
-        system = System(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
+        system = SimulatedSystem(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
         endpoints = mock.patch.multiple(shm, PoolEndpoint=system.pools.endpoint, PoolConnection=system.pools.connect)
         try:
             with _alarmed(system), endpoints:
@@ -116,7 +116,7 @@ def run(seed: int) -> Outcome:
 class _Alarm(logging.Handler):
     """Turns errors in the log into problems, since the real code continues after logging them."""
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: SimulatedSystem) -> None:
         super().__init__(logging.WARNING)
         self._system = system
 
@@ -141,7 +141,7 @@ class _Alarm(logging.Handler):
 
 
 @contextmanager
-def _alarmed(system: System) -> Iterator[None]:
+def _alarmed(system: SimulatedSystem) -> Iterator[None]:
     """Send the log to the alarm; show it only at debug level."""
     log, alarm = logging.getLogger("tandem"), _Alarm(system)
     log.addHandler(alarm)
@@ -162,7 +162,7 @@ def _chance(rng: Random) -> Iterator[None]:
         yield
 
 
-def _outcome(system: System, seed: int) -> Outcome:
+def _outcome(system: SimulatedSystem, seed: int) -> Outcome:
     return Outcome(
         Counter(client.ends[0] for client in system.clients),
         Counter(system.network.happened),

@@ -40,24 +40,24 @@ class CheckedDispatcher(Dispatcher):
         setattr(part, method, functools.partial(check, getattr(part, method)))
 
     def _place(
-        self, place: Callable[[RequestRecord, Placement], None], ticket: RequestRecord, placement: Placement
+        self, place: Callable[[RequestRecord, Placement], None], request_record: RequestRecord, placement: Placement
     ) -> None:
         names = {worker.hello.name for worker in (placement.prefill, placement.decode) if worker is not None}
-        _record(ticket).attempts.append(Attempt(frozenset(names), self._clock()))
+        _record(request_record).attempts.append(Attempt(frozenset(names), self._clock()))
         self._look_at_breakers(placement)
-        self._look_at_room(ticket, placement)
-        place(ticket, placement)
+        self._look_at_room(request_record, placement)
+        place(request_record, placement)
         self._look_at_retries()
 
     def without_room(self) -> set[RequestId]:
         """Return the queued requests for which the router's ledger has no room on any worker, and those behind one."""
         holders = [*self.registry.ready("decode"), *self.registry.ready("colocated")]
 
-        def fits(ticket: RequestRecord) -> bool:
-            demand = self._placer._demand(ticket)
+        def fits(request_record: RequestRecord) -> bool:
+            demand = self._placer._demand(request_record)
             return not holders or any(self.router._fits(demand, worker) for worker in holders)
 
-        return {ticket.id for ticket in itertools.dropwhile(fits, self._queue.in_order())}
+        return {request_record.id for request_record in itertools.dropwhile(fits, self._queue.in_order())}
 
     def _look_at_breakers(self, placement: Placement) -> None:
         """Check that a pair whose hand-offs keep failing is not used during its cool-down."""
@@ -69,9 +69,9 @@ class CheckedDispatcher(Dispatcher):
             if since < FIRST_COOL_DOWN_S - 1e-6:
                 self.complain(f"a pair is tried {since:.2f} s after its third failure")
 
-    def _look_at_room(self, ticket: RequestRecord, placement: Placement) -> None:
+    def _look_at_room(self, request_record: RequestRecord, placement: Placement) -> None:
         """Check that no request is placed where its output is truncated while another eligible worker has more room."""
-        demand, decode = self._placer._demand(ticket), placement.decode
+        demand, decode = self._placer._demand(request_record), placement.decode
 
         def room(worker: WorkerHandle) -> int:
             return min(demand.output, demand.room(worker.hello))
@@ -84,29 +84,29 @@ class CheckedDispatcher(Dispatcher):
     def _look_at_retries(self) -> None:
         """Check that retries stay within the retry budget."""
         again = sum(
-            bool(ticket.progress.attempt) and ticket.progress.state in (State.PLACED, State.PREFILLING)
-            for ticket in self.records.values()
+            bool(request_record.progress.attempt) and request_record.progress.state in (State.PLACED, State.PREFILLING)
+            for request_record in self.records.values()
         )
         if again > max(MIN_RETRIES, RETRY_SHARE * len(self.records)):
             self.complain(f"{again} of {len(self.records)} requests are tried again at once")
 
-    def _released(self, release: Callable[[RequestRecord], None], ticket: RequestRecord) -> None:
-        release(ticket)
-        for attempt in _record(ticket).attempts[-1:]:
+    def _released(self, release: Callable[[RequestRecord], None], request_record: RequestRecord) -> None:
+        release(request_record)
+        for attempt in _record(request_record).attempts[-1:]:
             attempt.ended = min(attempt.ended, self._clock())
 
-    def _accepted(self, accepted: Callable[[RequestRecord], bool], ticket: RequestRecord) -> bool:
-        if ticket.pair is not None and ticket.progress.state is State.DECODING:
-            self._failures.pop(ticket.pair, None)
-        return accepted(ticket)
+    def _accepted(self, accepted: Callable[[RequestRecord], bool], request_record: RequestRecord) -> bool:
+        if request_record.pair is not None and request_record.progress.state is State.DECODING:
+            self._failures.pop(request_record.pair, None)
+        return accepted(request_record)
 
     def _failed(
         self, failed: Callable[[WorkerHandle, RequestFailed], None], worker: WorkerHandle, message: RequestFailed
     ) -> None:
-        ticket = self.records.get(message.request)
-        pair = ticket and ticket.pair
+        request_record = self.records.get(message.request)
+        pair = request_record and request_record.pair
         failed(worker, message)
-        if ticket is not None and pair and ticket.pair is None and message.code == "transfer_failed":
+        if request_record is not None and pair and request_record.pair is None and message.code == "transfer_failed":
             failures = self._failures[pair]
             if not _too_many(failures):  # failures of hand-offs that were in flight then add nothing
                 failures.append(self._clock())
@@ -117,11 +117,17 @@ class CheckedDispatcher(Dispatcher):
         super().on_worker_lost(worker, how)
 
     def _span(
-        self, span: Callable[..., None], worker: Any, ticket: RequestRecord, message: Tokens, index: int, *rest: Any
+        self,
+        span: Callable[..., None],
+        worker: Any,
+        request_record: RequestRecord,
+        message: Tokens,
+        index: int,
+        *rest: Any,
     ) -> None:
-        attempt, before = ticket.progress.attempt, ticket.output_length
-        span(worker, ticket, message, index, *rest)
-        if ticket.output_length > before and message.attempts[index] != attempt:
+        attempt, before = request_record.progress.attempt, request_record.output_length
+        span(worker, request_record, message, index, *rest)
+        if request_record.output_length > before and message.attempts[index] != attempt:
             self.complain(f"tokens of an older attempt ({message.attempts[index]}, not {attempt}) are taken")
 
 
@@ -129,7 +135,7 @@ def _too_many(failures: Sequence[float]) -> bool:
     return len(failures) == FAILURES and failures[-1] - failures[0] <= WITHIN_S
 
 
-def _record(ticket: RequestRecord) -> Record:
-    client: Any = ticket.client
+def _record(request_record: RequestRecord) -> Record:
+    client: Any = request_record.client
     record: Record = client.record
     return record

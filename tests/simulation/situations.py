@@ -98,7 +98,11 @@ class OneFault(History):
 
     def _streams(self, worker: SimulatedWorker) -> bool:
         records = self.system.coordinator.dispatcher.records.values()
-        lives = [ticket.progress for ticket in records if ticket.progress.decode == worker.worker.incarnation]
+        lives = [
+            request_record.progress
+            for request_record in records
+            if request_record.progress.decode == worker.worker.incarnation
+        ]
         return any(progress.state is State.DECODING for progress in lives)
 
     def _lasts(self) -> None:
@@ -271,7 +275,9 @@ class Poisonous(OneFault):
     def _judge(self) -> None:
         super()._judge()
         deaths = sum(strike.deadly for strike in self.system.strikes)
-        known = max(len(each.ticket.progress.crashes) for each in self.system.clients if each.ticket is not None)
+        known = max(
+            len(each.request_record.progress.crashes) for each in self.system.clients if each.request_record is not None
+        )
         # one more if other requests were suspects too, and one that died before the coordinator knew it had the request
         if known > MAX_CRASHES + 1 or deaths > MAX_CRASHES + 2:
             self.system.complain(f"{deaths} workers have died of one request, {known} of them known to have had it")
@@ -500,7 +506,7 @@ class Crowded(OneFault):
     def _faults(self) -> None:
         def many() -> bool:
             records = self.system.coordinator.dispatcher.records.values()
-            return sum(ticket.progress.state is State.PREFILLING for ticket in records) >= 20
+            return sum(request_record.progress.state is State.PREFILLING for request_record in records) >= 20
 
         def kill() -> None:
             self.system.kill_worker(self.names[0], 3.0)

@@ -36,9 +36,9 @@ from decode.role import DecodeWorker
 from kvtransfer.links.memory import Pools
 from prefill.role import PrefillWorker
 from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
-from tests.simulation.clock import Clock, Event, Loop, Process
+from tests.simulation.clock import Clock, Event, Loop, SimulatedProcess
 from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, Record, Strike
-from tests.simulation.network import Connection, Network, Parts, SimulatedChannels
+from tests.simulation.network import Network, Parts, SimulatedChannels, SimulatedConnection
 from tests.simulation.rules import CheckedDispatcher
 
 CONTROL = "tcp://127.0.0.1:1000"
@@ -87,7 +87,7 @@ class Shape(NamedTuple):
 class SimulatedEngine(OracleEngine):
     """The oracle engine with steps that take virtual time, an equal part of it for each layer."""
 
-    def __init__(self, process: Process, blocks: int, block_size: int, length: int) -> None:
+    def __init__(self, process: SimulatedProcess, blocks: int, block_size: int, length: int) -> None:
         super().__init__(blocks, block_size, max_model_len=length)
         self.process = process
         self.slowness = 1.0
@@ -147,9 +147,9 @@ class SimulatedEngine(OracleEngine):
 class SimulatedWorker:
     """One incarnation of a worker. Its loop takes a turn when a message arrives, after its sleep, and after a step."""
 
-    def __init__(self, system: System, name: str, shape: Shape) -> None:
+    def __init__(self, system: SimulatedSystem, name: str, shape: Shape) -> None:
         self.system, self.name, self.role = system, name, shape.role
-        self.process = Process(system.clock, name)
+        self.process = SimulatedProcess(system.clock, name)
         self.engine = SimulatedEngine(self.process, shape.blocks, shape.block_size, shape.length)
         self.engine.slowness = system.pace
         self._next: Event | None = None
@@ -330,7 +330,7 @@ class SimulatedWorker:
 class SimulatedClient:
     """Sends one request and checks its answer against the oracle's."""
 
-    system: System
+    system: SimulatedSystem
     number: int
     prompt: list[int]
     sampling: SamplingParams
@@ -342,7 +342,7 @@ class SimulatedClient:
     """Whether a shorter answer is acceptable, as without a token limit."""
     output: list[list[int]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    ticket: RequestRecord | None = None
+    request_record: RequestRecord | None = None
     last_at: float = 0.0
     deadline_at: float = 0.0
     ended_at: float = 0.0
@@ -380,32 +380,37 @@ class SimulatedClient:
             limit = max(1, min(self.sampling.max_tokens, most))
             self.sampling = msgspec.structs.replace(self.sampling, max_tokens=limit)
         chains = {"float32": extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)}
-        ticket = RequestRecord(
+        request_record = RequestRecord(
             id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
             n=self.n, cache_salt=salt, priority=self.priority, chains=chains, client=self, arrived_at=now,
             tokenized_at=now, deadline_at=now + timeout_s, open_ended=self.open_ended,
         )  # fmt: skip
         try:
-            self.system.coordinator.dispatcher.submit([ticket])
+            self.system.coordinator.dispatcher.submit([request_record])
         except RequestError as error:
             self._end(f"refused: {error.code}")
             return
-        self.ticket, self.last_at, self.deadline_at = ticket, now, now + timeout_s
+        self.request_record, self.last_at, self.deadline_at = request_record, now, now + timeout_s
 
     def leave(self) -> None:
-        if self.ticket is not None and not self.over:
+        if self.request_record is not None and not self.over:
             self._end("left")
-            self.system.coordinator.dispatcher.abort(self.ticket)
+            self.system.coordinator.dispatcher.abort(self.request_record)
 
     def cut(self) -> None:
         """End the request because the coordinator has died."""
-        if self.ticket is not None and not self.over:
+        if self.request_record is not None and not self.over:
             self._end("cut")
 
     # -- as the coordinator sees it -----------------------------------------------------------------------------------
 
     def tokens(
-        self, ticket: RequestRecord, choice: int, ids: list[int], logprobs: Seq[Logprobs | None], finish: FinishReason
+        self,
+        request_record: RequestRecord,
+        choice: int,
+        ids: list[int],
+        logprobs: Seq[Logprobs | None],
+        finish: FinishReason,
     ) -> bool:
         complain, output, stream = self.system.complain, self.output[choice], self.streams[choice]
         if self.over:
@@ -435,23 +440,23 @@ class SimulatedClient:
     def partly_sent(self) -> bool:
         return any(self.output)
 
-    def done(self, ticket: RequestRecord) -> None:
+    def done(self, request_record: RequestRecord) -> None:
         self._end("done")
         for choice, output in enumerate(self.output):
             wanted = min(len(self.streams[choice]), self.stop_after.get(choice, 1 << 30))
             if len(output) < wanted and not self.open_ended:
                 self.system.complain(f"request {self.number}/{choice} is done after {len(output)} of {wanted} tokens")
 
-    def failed(self, ticket: RequestRecord, error: RequestError) -> None:
+    def failed(self, request_record: RequestRecord, error: RequestError) -> None:
         self._end(f"failed: {error.code}")
 
     def _end(self, how: str) -> None:
         self.ends.append(how)
         self.ended_at = self.system.clock.now
-        if self.ticket is not None:
+        if self.request_record is not None:
             self._heard(started=any(self.output))
         late = self.system.clock.now - self.deadline_at
-        if self.ticket is not None and late > DEADLINE_GRACE_S and not self.system.stalled:
+        if self.request_record is not None and late > DEADLINE_GRACE_S and not self.system.stalled:
             self.system.complain(f"request {self.number} ends ({how}) {late:.1f} s after its deadline")
         if len(self.ends) > 1:
             self.system.complain(f"request {self.number} ends twice: {self.ends}")
@@ -459,8 +464,8 @@ class SimulatedClient:
 
 
 class SimulatedCoordinator:
-    def __init__(self, system: System) -> None:
-        self.process = Process(system.clock, COORDINATOR)
+    def __init__(self, system: SimulatedSystem) -> None:
+        self.process = SimulatedProcess(system.clock, COORDINATOR)
         channels = SimulatedChannels(system.network, self.process)
         self.registry = Registry(None)
         host, _, port = CONTROL.removeprefix("tcp://").rpartition(":")
@@ -478,7 +483,7 @@ class SimulatedCoordinator:
         network.dead(self.process)
 
 
-class System:
+class SimulatedSystem:
     """A coordinator, workers by name, and clients. ``problems`` lists what the checks have found.
 
     With ``one_fault``, requests can always move to another worker, so a fault excuses only its beginning.
@@ -566,7 +571,7 @@ class System:
         ended = self.clock.now + (0.0 if self.one_fault else seconds)
         self.strikes.append(Strike(frozenset(ends), self.clock.now, ended, deadly))
 
-    def _dropped(self, connection: Connection, parts: Parts) -> None:
+    def _dropped(self, connection: SimulatedConnection, parts: Parts) -> None:
         if connection.router.process.name == COORDINATOR:
             tag = msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0]
             if tag in ("hello", "welcome", "rejoin"):

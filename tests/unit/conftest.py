@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.oracle import OracleEngine
 from tests.leaked_keys import keygen
-from tests.unit.door import Door
+from tests.unit.gateway_harness import GatewayHarness
 from tests.unit.workers import Bench
 
 
@@ -47,10 +47,10 @@ def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def door(cluster_key: Path) -> Iterator[Door]:
-    door = Door(cluster_key)
-    yield door
-    door.close()
+def harness(cluster_key: Path) -> Iterator[GatewayHarness]:
+    harness = GatewayHarness(cluster_key)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ class Bench:
             if message.finish[index]:
                 self.finished[key] = FinishReason(message.finish[index])
 
-    def tell(self, worker: str, message: Message) -> None:
+    def send(self, worker: str, message: Message) -> None:
         assert send(self.socket, message, self.routes[worker])
 
     def peer(self, worker: str) -> Peer:
@@ -138,8 +138,8 @@ class Bench:
         return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype)
 
     def place(self, request: Request, prefill: str, decode: str, attempt: int = 1) -> None:
-        self.tell(decode, Reserve(request, attempt, self.peer(prefill)))
-        self.tell(prefill, Prefill(request, attempt, self.peer(decode)))
+        self.send(decode, Reserve(request, attempt, self.peer(prefill)))
+        self.send(prefill, Prefill(request, attempt, self.peer(decode)))
 
     def check(self, request: Request, attempt: int = 1) -> None:
         """Check that every choice has ended and equals the oracle's."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.checkpoint import fake_checkpoint
-from tests.unit.coordinator.fake_cluster import Cluster, Held, open_cluster
+from tests.unit.coordinator.fake_cluster import FakeCluster, HeldTokenizer, open_cluster
 
 
 @pytest.fixture(scope="session")
@@ -17,13 +17,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def cluster(model: Path) -> AsyncIterator[Cluster]:
+async def cluster(model: Path) -> AsyncIterator[FakeCluster]:
     async with open_cluster(model, "prefill", "decode") as cluster:
         yield cluster
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Iterator[Held]:
-    made = Held(monkeypatch, cluster)
+def held(monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster) -> Iterator[HeldTokenizer]:
+    made = HeldTokenizer(monkeypatch, cluster)
     yield made
     made.go_on.set()

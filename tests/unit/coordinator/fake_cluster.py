@@ -53,7 +53,7 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 5.0
 
 
 @dataclass
-class Cluster:
+class FakeCluster:
     """A running coordinator (``url``), its parts, and its fake workers."""
 
     services: Services
@@ -102,14 +102,14 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def open_cluster(model: Path, *roles: Role, **options: Any) -> AsyncIterator[Cluster]:
+async def open_cluster(model: Path, *roles: Role, **options: Any) -> AsyncIterator[FakeCluster]:
     """Run a coordinator with one fake worker per role; everything must be idle at the end."""
     config = CoordinatorConfig(**{"model": str(model), "served_model_name": "tiny", "control_port": 0, **options})
     async with create_app(config) as app:
         listener = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with serving(app, listener), aiohttp.ClientSession(auto_decompress=False) as client:
-            cluster = Cluster(app[SERVICES], url, client)
+            cluster = FakeCluster(app[SERVICES], url, client)
             try:
                 for role in roles:
                     await cluster.add(role)
@@ -138,7 +138,7 @@ def letters(text: str) -> Any:
     return script
 
 
-async def prefilled(cluster: Cluster, count: int) -> list[Request]:
+async def prefilled(cluster: FakeCluster, count: int) -> list[Request]:
     """Wait until the first worker has got ``count`` requests; return them. Decode may get its message earlier."""
     worker = cluster.workers[0]
     await until(lambda: len(worker.got(Prefill)) == count, f"prefill has {count} requests")
@@ -149,10 +149,10 @@ def chat_of(content: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
-class Held:
+class HeldTokenizer:
     """A tokenizer whose tokens are held back until ``go_on`` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster) -> None:
         self.begun: list[str] = []
         self.go_on = threading.Event()
         self._slices = cluster.services.model.text.slices
@@ -174,7 +174,7 @@ def _narrow(port: int) -> socket.socket:
 
 
 async def _ask_and_read_no_more(
-    cluster: Cluster, asked: dict[str, Any]
+    cluster: FakeCluster, asked: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request and read nothing, with buffers so small that the server notices soon."""
     body = json.dumps(asked)

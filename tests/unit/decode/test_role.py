@@ -19,7 +19,7 @@ def test_whole_requests_on_one_worker(bench: Bench) -> None:
     bench.add("colocated", OracleEngine(64))
     requests = [make_request(length, 20, n=n) for length, n in ((1, 1), (200, 1), (33, 3), (90, 2))]
     for request in requests:
-        bench.tell("colocated-0", Generate(request, 1))
+        bench.send("colocated-0", Generate(request, 1))
     bench.until(lambda: bench.done(*requests))
     for request in requests:
         bench.check(request)
@@ -31,7 +31,7 @@ def test_a_decode_worker_computes_of_a_prompt_what_its_streams_bear(bench: Bench
     worker = bench.add(role, OracleEngine(64), max_num_batched_tokens=256)
     assert isinstance(worker, DecodeWorker)
     stream, prompt = make_request(1, 60), make_request(600, 5)
-    bench.tell(f"{role}-0", Generate(stream, 1))
+    bench.send(f"{role}-0", Generate(stream, 1))
     bench.until(lambda: worker.planner.running)
     step, chunks = worker.engine.step, list[int]()
 
@@ -41,7 +41,7 @@ def test_a_decode_worker_computes_of_a_prompt_what_its_streams_bear(bench: Bench
         return step(batch)
 
     worker.engine.step = seen  # type: ignore[method-assign]
-    bench.tell(f"{role}-0", Generate(prompt, 1))
+    bench.send(f"{role}-0", Generate(prompt, 1))
     bench.until(lambda: bench.done(stream, prompt))
     assert chunks[0] == most
     bench.check(stream)
@@ -56,7 +56,7 @@ def test_choices_that_move_go_on_where_each_was(bench: Bench) -> None:
     moved = Request(request.id, request.prompt, request.sampling, n=3, emitted=emitted, ended=(1,))
     for choice in (0, 2):
         bench.streams[request.id, 1, choice] = moved.emitted_tokens(choice)
-    bench.tell("colocated-0", Generate(moved, 1))
+    bench.send("colocated-0", Generate(moved, 1))
     bench.until(lambda: {(request.id, 1, 0), (request.id, 1, 2)} <= bench.finished.keys())
     assert bench.streams[request.id, 1, 0] == streams[0]
     assert bench.streams[request.id, 1, 2] == streams[2]
@@ -66,7 +66,7 @@ def test_choices_that_move_go_on_where_each_was(bench: Bench) -> None:
 def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
     bench.add("colocated", OracleEngine(8))
     request = make_request(100, 100)
-    bench.tell("colocated-0", Generate(request, 1))
+    bench.send("colocated-0", Generate(request, 1))
     bench.until(lambda: (request.id, 1) in bench.failed)
     failed = bench.failed[request.id, 1]
     assert failed.code == "too_long" and "200 tokens" in failed.detail and not failed.retriable
@@ -78,13 +78,13 @@ def test_what_has_finished_can_be_told_again_for_a_while_and_keeps_no_prompt(
 ) -> None:
     worker = bench.add("colocated", OracleEngine(64))
     request = make_request(90, 6, n=2, logprobs=logprobs)
-    bench.tell("colocated-0", Generate(request, 1))
+    bench.send("colocated-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     told = {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()}
     bench.finished.clear()
     for choice in range(2):
         bench.streams[request.id, 1, choice] = told[request.id, 1, choice][0][:2]
-        bench.tell("colocated-0", Resend(request.id, 1, choice, 2))
+        bench.send("colocated-0", Resend(request.id, 1, choice, 2))
     bench.until(lambda: len(bench.finished) == 2)
     assert {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()} == told
     kept = worker._output_history._outputs  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.held import for_nobody
-from tests.chaos.house import Worker
+from tests.chaos.cluster import ChaosWorker
+from tests.chaos.held import orphaned_s
 from tests.chaos.proxy import Proxy
 
 STRUCK_AT, OVER_AT = 100.0, 150.0
@@ -16,10 +16,10 @@ STREAM, OTHER = "aa", "bb"
 SEEDS = {STREAM: 1, OTHER: 2}
 
 
-def worker(role: str, *told: dict[str, Any], **state: float) -> Worker:
+def worker(role: str, *told: dict[str, Any], **state: float) -> ChaosWorker:
     rng = random.Random(0)
     taken = [{"event": "taken", "at": 0.0, "request": request, "seed": seed} for request, seed in SEEDS.items()]
-    return Worker(f"{role}-0", role, (), Proxy(rng), Proxy(rng), events=[*taken, *told], **state)  # type: ignore[arg-type]
+    return ChaosWorker(f"{role}-0", role, (), Proxy(rng), Proxy(rng), events=[*taken, *told], **state)  # type: ignore[arg-type]
 
 
 def held(at: float, *by: tuple[str, int]) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def decodes(at: float, request: str, attempt: int) -> dict[str, Any]:
     return {"event": "step", "at": at, "segments": [[request, attempt, 320, 321, True]]}
 
 
-def kept(*workers: Worker, **answered: float) -> float:
+def kept(*workers: ChaosWorker, **answered: float) -> float:
     ends = {SEEDS[request]: at for request, at in answered.items()}
-    return for_nobody(workers, STRUCK_AT, ends, OVER_AT)
+    return orphaned_s(workers, STRUCK_AT, ends, OVER_AT)
 
 
 def test_a_stream_that_runs_on_is_held_for_its_client() -> None:

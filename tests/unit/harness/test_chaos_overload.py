@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 
-from tests.chaos.house import Ask
+from tests.chaos.cluster import ChaosRequest
 from tests.chaos.load import Figures
 from tests.chaos.overload import judge_gaps
 from tests.fakes.oracle import oracle_stream
 
 
-def served(*gaps_s: float) -> Ask:
+def served(*gaps_s: float) -> ChaosRequest:
     """An exact answer whose first token took a second."""
     count = len(gaps_s) + 1
     arrivals = list(itertools.accumulate(gaps_s, initial=11.0))
-    return Ask([1, 2], count, 7, ids=oracle_stream([1, 2], 7, 0, count), arrivals=arrivals, done=True, started_at=10.0)
+    return ChaosRequest(
+        [1, 2], count, 7, ids=oracle_stream([1, 2], 7, 0, count), arrivals=arrivals, done=True, started_at=10.0
+    )
 
 
-def refused() -> Ask:
-    return Ask([1, 2], 4, 7, status=429, error="server_is_overloaded", arrivals=[], started_at=10.0, ended_at=40.0)
+def refused() -> ChaosRequest:
+    return ChaosRequest(
+        [1, 2], 4, 7, status=429, error="server_is_overloaded", arrivals=[], started_at=10.0, ended_at=40.0
+    )
 
 
 def test_the_gaps_of_who_is_served_are_told_and_compared_with_the_peak() -> None:

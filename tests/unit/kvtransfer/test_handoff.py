@@ -90,7 +90,7 @@ def test_kv_is_found_again_only_where_it_was_computed_in_the_same_type(bench: Be
         assert told[0].values["kv_bytes"] == travels * bench.workers[prefill].engine.layout.token_bytes
     local = make_request(1, 5)
     local = Request(local.id, prompt, local.sampling)
-    bench.tell("decode-2", Generate(local, 1))
+    bench.send("decode-2", Generate(local, 1))
     bench.until(lambda: bench.done(local))
     bench.check(local)
     assert decode.planner.hit_tokens == 96, "what others computed is found here, too, but not in place of computing it"
@@ -99,8 +99,8 @@ def test_kv_is_found_again_only_where_it_was_computed_in_the_same_type(bench: Be
 def test_a_sender_that_says_another_element_type_than_the_coordinator_is_refused(pair: Bench) -> None:
     request = make_request(40, 4)
     liar = msgspec.structs.replace(pair.peer("prefill-0"), dtype="float16")
-    pair.tell("decode-1", Reserve(request, 1, liar))
-    pair.tell("prefill-0", Prefill(request, 1, pair.peer("decode-1")))
+    pair.send("decode-1", Reserve(request, 1, liar))
+    pair.send("prefill-0", Prefill(request, 1, pair.peer("decode-1")))
     pair.until(lambda: (request.id, 1) in pair.failed)
     failed = pair.failed[request.id, 1]
     assert failed.retriable and "of float32" in failed.detail and "expected 40 tokens of float16" in failed.detail
@@ -137,7 +137,7 @@ def test_a_first_token_that_ends_the_request_ships_nothing(pair: Bench) -> None:
     request = make_request(50, 1)
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
-    pair.tell("decode-1", Abort(request.id, 1))  # as the coordinator does
+    pair.send("decode-1", Abort(request.id, 1))  # as the coordinator does
     pair.until(pair.quiet)
     pair.check(request)
 
@@ -159,8 +159,8 @@ def test_an_abort_at_any_moment_frees_everything(pair: Bench, turns: int) -> Non
     pair.place(other, "prefill-0", "decode-1")
     for _ in range(turns):
         pair.turn()
-    pair.tell("prefill-0", Abort(request.id, 1))
-    pair.tell("decode-1", Abort(request.id, 1))
+    pair.send("prefill-0", Abort(request.id, 1))
+    pair.send("decode-1", Abort(request.id, 1))
     pair.until(lambda: pair.done(other))
     pair.check(other)
 
@@ -185,7 +185,7 @@ def test_hand_offs_do_not_keep_a_large_prompt_from_its_blocks(bench: Bench) -> N
         bench.place(request, "prefill-0", "decode-1")
     bench.until(lambda: all(bench.streams[request.id, 1, 0] for request in small))
     large = make_request(200, 5)
-    bench.tell("decode-1", Generate(large, 1))
+    bench.send("decode-1", Generate(large, 1))
     placed = len(small)
     while not bench.done(large):
         bench.turn()
@@ -202,7 +202,7 @@ def test_hand_offs_do_not_keep_a_large_prompt_from_its_blocks(bench: Bench) -> N
 
 def compute_without_blocks_at_decode(bench: Bench, request: Request) -> None:
     """Send ``request`` to prefill and not yet to decode; return when the prompt is computed and holds its blocks."""
-    bench.tell("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
+    bench.send("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
     bench.until(lambda: bench.workers["prefill-0"].holdings() and bench.streams[request.id, 1, 0])
 
 
@@ -217,7 +217,7 @@ def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench
     bench.until(lambda: bench.done(urgent))
     assert prefill.counters["set_aside_prompts"] == 1
     assert not bench.done(early) and TransferId(early.id, 1) in prefill.holdings()
-    bench.tell("decode-1", Reserve(early, 1, bench.peer("prefill-0")))
+    bench.send("decode-1", Reserve(early, 1, bench.peer("prefill-0")))
     bench.until(lambda: bench.done(early))
     bench.check(urgent)
     bench.check(early)
@@ -231,14 +231,14 @@ def test_prompts_that_all_wait_for_decode_keep_what_they_have(bench: Bench) -> N
     bench.add("decode", OracleEngine(64, 16))
     first, second = make_request(150, 5), make_request(150, 5)
     compute_without_blocks_at_decode(bench, first)
-    bench.tell("prefill-0", Prefill(second, 1, bench.peer("decode-1")))
+    bench.send("prefill-0", Prefill(second, 1, bench.peer("decode-1")))
     bench.until(lambda: prefill.planner.in_need)
     held = prefill.cache.pool.counts.held
     for _ in range(20):
         bench.turn()
     assert prefill.cache.pool.counts.held == held and "set_aside_prompts" not in prefill.counters
     for request in (second, first):  # the first prompt must make room for the second
-        bench.tell("decode-1", Reserve(request, 1, bench.peer("prefill-0")))
+        bench.send("decode-1", Reserve(request, 1, bench.peer("prefill-0")))
     bench.until(lambda: bench.done(first, second))
     bench.check(first)
     bench.check(second)
@@ -251,7 +251,7 @@ def test_a_prompt_that_has_made_way_can_be_aborted(bench: Bench) -> None:
     compute_without_blocks_at_decode(bench, early)
     bench.place(urgent, "prefill-0", "decode-1")
     bench.until(lambda: bench.done(urgent))
-    bench.tell("prefill-0", Abort(early.id, 1))
+    bench.send("prefill-0", Abort(early.id, 1))
     bench.until(lambda: not prefill.holdings())
     assert len(prefill.sender) == 0  # type: ignore[attr-defined]
 
@@ -259,8 +259,8 @@ def test_a_prompt_that_has_made_way_can_be_aborted(bench: Bench) -> None:
 def test_an_address_that_is_none_fails_that_request_only(pair: Bench) -> None:
     bad, good = make_request(40, 3), make_request(40, 3)
     nowhere = Peer(WorkerName("decode-9"), Incarnation("nine"), "nonsense", "host", "float32")
-    pair.tell("prefill-0", Measure(RequestId(b"measure nonsense"), 0, nowhere, 100))
-    pair.tell("prefill-0", Prefill(bad, 1, nowhere))
+    pair.send("prefill-0", Measure(RequestId(b"measure nonsense"), 0, nowhere, 100))
+    pair.send("prefill-0", Prefill(bad, 1, nowhere))
     pair.until(lambda: (bad.id, 1) in pair.failed)
     assert pair.failed[bad.id, 1].code == "transfer_failed"
     pair.place(good, "prefill-0", "decode-1")
@@ -309,18 +309,18 @@ def test_an_announcement_that_nobody_repeats_is_forgotten_after_the_lease(bench:
     decode, prefill = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
     assert isinstance(decode, DecodeWorker) and isinstance(prefill, PrefillWorker)
     request = make_request(40, 4)
-    bench.tell("prefill-1", Prefill(request, 1, bench.peer("decode-0")))
+    bench.send("prefill-1", Prefill(request, 1, bench.peer("decode-0")))
     while not prefill.sender:
         prefill.turn()
     while not decode.receiver._socket.poll(0):  # the announcement has arrived and is not read yet
         pass
     bench.workers.pop("prefill-1")  # killed: no Cancel follows
-    bench.tell("decode-0", Abort(request.id, 1))
+    bench.send("decode-0", Abort(request.id, 1))
     try:
         bench.until(lambda: decode.receiver.waited_for, 2.0)
         until = time.monotonic() + 1.0
         while time.monotonic() < until and decode.receiver.waited_for:
-            bench.tell("decode-0", Lease(b"", 0))
+            bench.send("decode-0", Lease(b"", 0))
             decode.turn()
         assert not decode.receiver.waited_for
     finally:

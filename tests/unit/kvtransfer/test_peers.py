@@ -25,7 +25,7 @@ from kvtransfer.peer_proof import proof, proven, proves
 from kvtransfer.receiver import Receiver, TransferFailed
 from kvtransfer.sender import Sender, SendFailed
 from tests.fakes.oracle import OracleEngine
-from tests.unit.door import QUIET_S, WAIT_S, until
+from tests.unit.gateway_harness import QUIET_S, WAIT_S, until
 from tests.unit.parts import counted, many
 
 

@@ -225,8 +225,8 @@ def test_nothing_is_taken_at_a_door_of_another_user() -> None:
     program = (
         "import os, socket, sys\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "door = socket.socket(socket.AF_UNIX); door.bind('\\0' + sys.argv[1]); door.listen(); print(flush=True)\n"
-        "while True: socket.send_fds(door.accept()[0], [b'pool'], [os.memfd_create('pool')])\n"
+        "pool = socket.socket(socket.AF_UNIX); pool.bind('\\0' + sys.argv[1]); pool.listen(); print(flush=True)\n"
+        "while True: socket.send_fds(pool.accept()[0], [b'pool'], [os.memfd_create('pool')])\n"
     )
     with subprocess.Popen([sys.executable, "-S", "-c", program, address], stdout=subprocess.PIPE) as other:
         try:

@@ -17,8 +17,8 @@ from tests.unit.workers import Bench, make_request
 
 def test_a_trial_measures_the_link_and_leaves_nothing(pair: Bench) -> None:
     identifier = RequestId(b"measure the link")
-    pair.tell("decode-1", Measure(identifier, 0, pair.peer("prefill-0"), 100))
-    pair.tell("prefill-0", Measure(identifier, 0, pair.peer("decode-1"), 100))
+    pair.send("decode-1", Measure(identifier, 0, pair.peer("prefill-0"), 100))
+    pair.send("prefill-0", Measure(identifier, 0, pair.peer("decode-1"), 100))
     pair.until(lambda: pair.measured)
     layout = pair.workers["prefill-0"].engine.layout
     assert [each.bytes for each in pair.measured] == [100 * layout.token_bytes]
@@ -29,7 +29,7 @@ def test_a_trial_measures_the_link_and_leaves_nothing(pair: Bench) -> None:
 
 def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
-        pair.tell(name, Measure(RequestId(b"measure too much"), 0, pair.peer(other), 1_000_000))
+        pair.send(name, Measure(RequestId(b"measure too much"), 0, pair.peer(other), 1_000_000))
     request = make_request(40, 3)
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
@@ -39,8 +39,8 @@ def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
 def test_a_trial_that_only_one_side_has_room_for_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.worker.loop.TRIAL_S", 0.2)
     prefill, _ = bench.add("prefill", OracleEngine(64)), bench.add("decode", OracleEngine(4))
-    bench.tell("decode-1", Measure(RequestId(b"measure one side"), 0, bench.peer("prefill-0"), 500))
-    bench.tell("prefill-0", Measure(RequestId(b"measure one side"), 0, bench.peer("decode-1"), 500))
+    bench.send("decode-1", Measure(RequestId(b"measure one side"), 0, bench.peer("prefill-0"), 500))
+    bench.send("prefill-0", Measure(RequestId(b"measure one side"), 0, bench.peer("decode-1"), 500))
     bench.until(lambda: prefill.cache.pool.counts.held)
     bench.until(bench.quiet, 5)
     assert prefill.cache.pool.counts.held == 0
@@ -49,7 +49,7 @@ def test_a_trial_that_only_one_side_has_room_for_is_given_up(bench: Bench, monke
 
 def test_a_trial_does_not_hold_up_a_drain(bench: Bench) -> None:
     prefill, _ = bench.add("prefill", OracleEngine(64)), bench.add("decode", OracleEngine(64))
-    bench.tell("prefill-0", Measure(RequestId(b"measure no decod"), 0, bench.peer("decode-1"), 100))
+    bench.send("prefill-0", Measure(RequestId(b"measure no decod"), 0, bench.peer("decode-1"), 100))
     bench.until(lambda: prefill.cache.pool.counts.held)
     prefill.drain(30)
     assert bench.quiet()
@@ -71,7 +71,7 @@ def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
 
     monkeypatch.setattr(leaving.receiver, "pump", pump_and_strike)
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
-        bench.tell(name, Measure(RequestId(b"measure a signal"), 0, bench.peer(other), 100))
+        bench.send(name, Measure(RequestId(b"measure a signal"), 0, bench.peer(other), 100))
     with leaving._signals() as waker:
         bench.until(lambda: struck)
         assert leaving.draining_until is None
@@ -90,7 +90,7 @@ def test_a_second_signal_stops_what_would_go_on(bench: Bench, role: str) -> None
         bench.place(request, "prefill-0", "decode-1")
         bench.until(lambda: len(bench.streams[request.id, 1, 0]) > 3)
     else:
-        bench.tell("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
+        bench.send("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
         bench.until(lambda: bench.streams[request.id, 1, 0])
     leaving = bench.workers["prefill-0" if role == "prefill" else "decode-1"]
     with leaving._signals() as waker:
@@ -106,4 +106,4 @@ def test_a_second_signal_stops_what_would_go_on(bench: Bench, role: str) -> None
     del bench.workers[leaving.membership.hello.name]
     bench.until(lambda: leaving.incarnation in bench.goodbyes)
     for name in bench.workers:
-        bench.tell(name, Abort(request.id, 1))
+        bench.send(name, Abort(request.id, 1))

@@ -18,10 +18,10 @@ import pytest
 from bench.goals.mocks import MockWorker, hello_of
 from common.net.messages import Prefill, Role
 from coordinator.cluster.registry import WorkerHandle
-from tests.chaos.house import state_of
+from tests.chaos.cluster import state_of
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
-from tests.unit.coordinator.fake_cluster import Cluster, open_cluster, until
+from tests.unit.coordinator.fake_cluster import FakeCluster, open_cluster, until
 
 STEP_S = 0.005
 ROOT = Path(__file__).parents[4]
@@ -50,7 +50,7 @@ def turning(worker: MockWorker) -> Iterator[None]:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[Cluster, MockWorker]]:
+async def served(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, MockWorker]]:
     """Yield a coordinator with a mock worker of each role, and the decode worker."""
     model = tmp_path / "model"
     fake_checkpoint(model)
@@ -65,7 +65,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[Cluster, MockWorker]]:
             await until(lambda: not decode._streams, "nothing is left")
 
 
-async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tuple[Cluster, MockWorker]) -> None:
+async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tuple[FakeCluster, MockWorker]) -> None:
     cluster, _ = served
 
     async def ask(first: int, count: int) -> tuple[int, str | None]:
@@ -82,7 +82,7 @@ async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tu
 
 
 async def test_a_request_of_one_token_ends_on_prefill_however_late(
-    served: tuple[Cluster, MockWorker], monkeypatch: pytest.MonkeyPatch
+    served: tuple[FakeCluster, MockWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, decode = served
     stepped, step, prefill = threading.Event(), decode._step, MockWorker._prefill
@@ -101,7 +101,7 @@ async def test_a_request_of_one_token_ends_on_prefill_however_late(
     assert (response.status, response.headers["x-tandem-path"]) == (200, "prefill"), answer
 
 
-async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[Cluster, MockWorker]) -> None:
+async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[FakeCluster, MockWorker]) -> None:
     """Tokens after the first come no faster than the worker's steps, however many streams it has."""
     cluster, _ = served
     body = {"prompt": [7, 8], "max_tokens": 21, "ignore_eos": True}
@@ -110,7 +110,7 @@ async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[C
     assert time.monotonic() - started >= 19 * STEP_S
 
 
-async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tuple[Cluster, MockWorker]) -> None:
+async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tuple[FakeCluster, MockWorker]) -> None:
     cluster, decode = served
     asked = asyncio.create_task(
         cluster.post("/v1/completions", {"prompt": [7], "max_tokens": 8000, "ignore_eos": True})
@@ -122,7 +122,7 @@ async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tup
 
 
 async def test_mock_workers_answer_their_leases(
-    served: tuple[Cluster, MockWorker], monkeypatch: pytest.MonkeyPatch
+    served: tuple[FakeCluster, MockWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the coordinator would give them up in the middle of a measurement."""
     registry = served[0].dispatcher.gateway.registry

@@ -83,7 +83,7 @@ def after(said: bytes, arrived: asyncio.Event, close: Callable[[Writer], None]) 
 
 
 @dataclass
-class Server:
+class LimitedServer:
     """A server that answers the first ``good`` requests of each connection and then calls ``close``; from connection
     ``well`` on it answers all. ``begun`` counts the requests of each connection."""
 
@@ -120,7 +120,7 @@ async def send(target: Target, session: aiohttp.ClientSession) -> Record:
 
 @pytest.mark.parametrize("close", UNANSWERED)
 async def test_a_request_on_a_stale_connection_is_sent_again_on_a_new_one(close: Close) -> None:
-    server = Server(close)
+    server = LimitedServer(close)
     async with server.running() as target, target.session() as session:
         first, second = await send(target, session), await send(target, session)
     assert (first.ok, first.resent) == (True, False)
@@ -137,7 +137,7 @@ async def test_the_time_of_a_request_that_is_sent_again_counts_from_the_first_se
             next(times)  # ten seconds pass
         writer.close()
 
-    async with Server(late).running() as target, target.session() as session:
+    async with LimitedServer(late).running() as target, target.session() as session:
         await send(target, session)
         record = Record(0.0, 0)
         await target.send(session, target.body(PlannedRequest([65], 1, 1)), record, lambda: float(next(times)))
@@ -148,7 +148,7 @@ async def test_the_time_of_a_request_that_is_sent_again_counts_from_the_first_se
 @pytest.mark.parametrize("at_once", [1, 4])
 async def test_a_pool_of_stale_connections(close: Close, at_once: int) -> None:
     """Each request goes to a new connection, not to the next stale one of the pool."""
-    server = Server(close, well=4)
+    server = LimitedServer(close, well=4)
     async with server.running() as target, target.session() as session:
         await asyncio.gather(*(send(target, session) for _ in range(4)))
         records = await asyncio.gather(*(send(target, session) for _ in range(at_once)))
@@ -159,7 +159,7 @@ async def test_a_pool_of_stale_connections(close: Close, at_once: int) -> None:
 @pytest.mark.parametrize("close", UNANSWERED)
 async def test_a_new_connection_that_is_closed_is_a_failure(close: Close) -> None:
     """The server closes it before its first answer, which is the server's fault."""
-    server = Server(close, good=0, well=9)
+    server = LimitedServer(close, good=0, well=9)
     async with server.running() as target, target.session() as session:
         record = await send(target, session)
     assert record.error and not record.resent
@@ -168,7 +168,7 @@ async def test_a_new_connection_that_is_closed_is_a_failure(close: Close) -> Non
 
 @pytest.mark.parametrize("close", UNANSWERED)
 async def test_a_request_is_sent_again_only_once(close: Close) -> None:
-    server = Server(close, well=9)
+    server = LimitedServer(close, well=9)
     async with server.running() as target, target.session() as session:
         await send(target, session)
         server.good = 0
@@ -190,7 +190,7 @@ async def test_a_request_of_whose_answer_a_byte_came_is_not_sent_again(
             arrived.set()
 
     monkeypatch.setattr(_Connection, "data_received", received)
-    server = Server(after(said, arrived, close))
+    server = LimitedServer(after(said, arrived, close))
     async with server.running() as target, target.session() as session:
         await send(target, session)
         record = await send(target, session)
@@ -206,7 +206,7 @@ async def test_a_connection_that_was_closed_while_idle_is_not_used() -> None:
         await writer.wait_closed()
         closed.set()
 
-    server = Server(close_idle)
+    server = LimitedServer(close_idle)
     async with server.running() as target, target.session() as session:
         await send(target, session)
         await closed.wait()
@@ -222,7 +222,7 @@ async def test_the_wait_for_both_answers_is_bounded_by_one_timeout() -> None:
         else:
             await reader.read()
 
-    server = Server(never, well=9)
+    server = LimitedServer(never, well=9)
     async with server.running() as target, target.session() as session:
         await send(target, session)
         server.good = 0
@@ -232,7 +232,7 @@ async def test_the_wait_for_both_answers_is_bounded_by_one_timeout() -> None:
 
 async def test_a_run_counts_what_was_sent_again() -> None:
     """The server closes each connection after its second request, and no request fails."""
-    server = Server(close_after_headers, good=2, well=99)
+    server = LimitedServer(close_after_headers, good=2, well=99)
     async with server.running() as target:
         run = await run_load(target, [PlannedRequest([65], 1, 1)] * 7, [0.0] * 7, max_concurrency=1)
     assert all(record.ok for record in run.records)

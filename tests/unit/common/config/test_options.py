@@ -387,8 +387,13 @@ def test_up_makes_the_configuration_of_its_parts() -> None:
     worker = config.for_worker("prefill", WorkerName("prefill-0"), threads=2)
     assert (worker.role, worker.name, worker.host) == ("prefill", "prefill-0", "127.0.0.1")
     assert (worker.model, worker.max_num_seqs, worker.threads, worker.served_name) == ("m", 3, 2, "n")
-    door = config.for_coordinator(expect_decode=2)
-    assert (door.host, door.api_key, door.expect_decode, door.control_host) == ("0.0.0.0", key, 2, "127.0.0.1")
+    coordinator = config.for_coordinator(expect_decode=2)
+    assert (coordinator.host, coordinator.api_key, coordinator.expect_decode, coordinator.control_host) == (
+        "0.0.0.0",
+        key,
+        2,
+        "127.0.0.1",
+    )
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,8 @@ def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(
     sockets += [router, channels.dealer(address, b"peer", to="decode")]
     niceness = channel.CURVE_NICENESS if encrypted else channel.KV_NICENESS
     kv = started(before | control.keys())
-    door = {ours} if encrypted else set()  # the thread that authenticates keys
-    assert set(kv.values()) == {min(19, ours + niceness)} | door
+    authenticator = {ours} if encrypted else set()  # the thread that authenticates keys
+    assert set(kv.values()) == {min(19, ours + niceness)} | authenticator
     assert os.getpriority(os.PRIO_PROCESS, 0) == ours
     for socket in sockets:
         socket.close()

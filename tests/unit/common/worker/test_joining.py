@@ -15,29 +15,29 @@ from common.net.messages import Goodbye, Welcome
 from common.net.socket_monitor import Handshakes
 from common.net.sockets import Channels, HeartbeatThread, identity
 from common.worker.membership import Membership
-from tests.unit.door import QUIET_S, WAIT_S, Door, hello_of, until
+from tests.unit.gateway_harness import QUIET_S, WAIT_S, GatewayHarness, hello_of, until
 
 
 class Member:
     """A worker's membership, which the test runs beside the coordinator endpoint that it dials."""
 
-    def __init__(self, cluster_key: Path | None, door: Door, party: Party = "decode") -> None:
+    def __init__(self, cluster_key: Path | None, harness: GatewayHarness, party: Party = "decode") -> None:
         self.channels = Channels(cluster_key and keys.load(cluster_key, party))
-        self.membership = Membership(self.channels, door.gateway.address, hello_of("decode"))
+        self.membership = Membership(self.channels, harness.gateway.address, hello_of("decode"))
         self.welcomes = 0
 
-    def turn(self, door: Door) -> None:
-        door.gateway._read()
+    def turn(self, harness: GatewayHarness) -> None:
+        harness.gateway._read()
         self.membership.reconnect()
         self.welcomes += sum(isinstance(message, Welcome) for message in self.membership.receive())
         self.channels.poll(0.005)
 
-    def until_refused(self, door: Door, words: str) -> None:
-        until(lambda: self.turn(door) or words in self.membership.refusal, f"not refused with {words!r}")
+    def until_refused(self, harness: GatewayHarness, words: str) -> None:
+        until(lambda: self.turn(harness) or words in self.membership.refusal, f"not refused with {words!r}")
 
-    def until_welcome(self, door: Door) -> None:
+    def until_welcome(self, harness: GatewayHarness) -> None:
         before = self.welcomes
-        until(lambda: self.turn(door) or self.welcomes > before, "no Welcome")
+        until(lambda: self.turn(harness) or self.welcomes > before, "no Welcome")
         assert not self.membership.refusal
 
     def close(self) -> None:
@@ -58,22 +58,22 @@ def test_a_worker_that_is_turned_away_knows_why(
     cluster_key: Path, other: Path, mine: str, theirs: str, party: Party, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = {"": None, "cluster": cluster_key, "other": other}
-    door = Door(files[theirs])
-    member = Member(files[mine], door, party)
+    harness = GatewayHarness(files[theirs])
+    member = Member(files[mine], harness, party)
     try:
-        member.until_refused(door, words)
+        member.until_refused(harness, words)
         assert not member.membership.joined
 
         def told() -> bool:
-            member.turn(door)
-            door.gateway._watch()
-            door.gateway._complaints.log_due(1e9)
+            member.turn(harness)
+            harness.gateway._watch()
+            harness.gateway._complaints.log_due(1e9)
             return "handshakes that failed" in caplog.text
 
         until(told, "the coordinator's log says nothing of it")
     finally:
         member.close()
-        door.close()
+        harness.close()
 
 
 @pytest.mark.parametrize("mine", ["cluster", "another role's"])
@@ -88,28 +88,28 @@ def test_a_refusal_is_heard_however_soon_it_comes(
         if address.startswith("tcp:"):
             time.sleep(QUIET_S)
 
-    door = Door(None if mine == "cluster" else cluster_key)
+    harness = GatewayHarness(None if mine == "cluster" else cluster_key)
     monkeypatch.setattr(zmq.Socket, "connect", connect_and_be_away)
-    member = Member(cluster_key, door, "decode" if mine == "cluster" else "coordinator")
+    member = Member(cluster_key, harness, "decode" if mine == "cluster" else "coordinator")
     try:
-        member.until_refused(door, "key")
+        member.until_refused(harness, "key")
     finally:
         member.close()
-        door.close()
+        harness.close()
 
 
 def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
-    cluster_key: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+    cluster_key: Path, harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.membership.RETRY_S", 0.1)
-    first = Member(cluster_key, door)
-    first.until_welcome(door)
-    second = Member(cluster_key, door)
+    first = Member(cluster_key, harness)
+    first.until_welcome(harness)
+    second = Member(cluster_key, harness)
     try:
-        second.until_refused(door, "give every worker a name of its own")
+        second.until_refused(harness, "give every worker a name of its own")
         assert not second.membership.joined
         first.close()
-        second.until_welcome(door)
+        second.until_welcome(harness)
     finally:
         second.close()
 
@@ -120,21 +120,21 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
 ) -> None:
     """Also a worker that had joined before: its coordinator restarts with a wrong key file, then with the right one."""
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
-    door = Door(cluster_key)
-    port = door.port
-    member = Member(cluster_key, door)
+    harness = GatewayHarness(cluster_key)
+    port = harness.port
+    member = Member(cluster_key, harness)
     try:
-        member.until_welcome(door)
-        door.close()
-        door = Door(other if wrong == "other" else None, port)
-        member.until_refused(door, "keys")
-        door.close()
-        door = Door(cluster_key, port)
-        member.until_welcome(door)
-        until(lambda: member.turn(door) or door.beats >= 2, "its heart beats here")
+        member.until_welcome(harness)
+        harness.close()
+        harness = GatewayHarness(other if wrong == "other" else None, port)
+        member.until_refused(harness, "keys")
+        harness.close()
+        harness = GatewayHarness(cluster_key, port)
+        member.until_welcome(harness)
+        until(lambda: member.turn(harness) or harness.beats >= 2, "its heart beats here")
     finally:
         member.close()
-        door.close()
+        harness.close()
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -143,23 +143,23 @@ def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
 ) -> None:
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     key = cluster_key if encrypted else None
-    door = Door(key)
-    port = door.port
-    door.close()
-    member = Member(key, door)
+    harness = GatewayHarness(key)
+    port = harness.port
+    harness.close()
+    member = Member(key, harness)
     try:
         alone_until = time.monotonic() + 1.0
         while time.monotonic() < alone_until:
             member.membership.reconnect()
             member.channels.poll(0.005)
         monkeypatch.setattr("common.worker.membership.RECONNECT_S", 60.0)  # a slow Welcome causes no second Hello
-        door = Door(key, port)
-        member.until_welcome(door)
-        until(lambda: member.turn(door) or door.beats >= 3, "its heart beats")
-        assert (door.joins, member.welcomes) == (1, 1)
+        harness = GatewayHarness(key, port)
+        member.until_welcome(harness)
+        until(lambda: member.turn(harness) or harness.beats >= 3, "its heart beats")
+        assert (harness.joins, member.welcomes) == (1, 1)
     finally:
         member.close()
-        door.close()
+        harness.close()
 
 
 def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
@@ -168,41 +168,41 @@ def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     deaf = Channels()
     router, address = deaf.router("tcp://127.0.0.1:*")
-    door = Door(None)
-    monkeypatch.setattr(door.gateway, "address", address)
-    member = Member(None, door)
-    door.close()
+    harness = GatewayHarness(None)
+    monkeypatch.setattr(harness.gateway, "address", address)
+    member = Member(None, harness)
+    harness.close()
     try:
         assert router.poll(int(WAIT_S * 1000))
         router.close(0)  # while its Hello is unread
         deaf.close()  # returns when the address is free
-        door = Door(None, int(address.rpartition(":")[2]))
-        member.until_welcome(door)
+        harness = GatewayHarness(None, int(address.rpartition(":")[2]))
+        member.until_welcome(harness)
     finally:
         member.close()
-        door.close()
+        harness.close()
 
 
 def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster_key: Path) -> None:
     """Of a worker's two connections, only the heartbeat's has met the wrong coordinator."""
-    door = Door(None)
+    harness = GatewayHarness(None)
     channels, hello, dials = Channels(keys.load(cluster_key, "decode")), hello_of("decode"), []
 
     def dial() -> tuple[zmq.Socket[Any], Handshakes]:
         dials.append(1)
         name = identity(hello.name, hello.incarnation, beats=True)
-        return channels.watched_dealer(f"tcp://127.0.0.1:{door.port}", name)
+        return channels.watched_dealer(f"tcp://127.0.0.1:{harness.port}", name)
 
     heart = HeartbeatThread(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
     try:
         until(lambda: len(dials) > 2, "it is turned away, and dials again")
-        port = door.port
-        door.close()
+        port = harness.port
+        harness.close()
         heard: list[Any] = []
-        door = Door(cluster_key, port)
-        door.gateway._reception.stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
-        until(lambda: door.gateway._read() or heard, "its beat arrives")
+        harness = GatewayHarness(cluster_key, port)
+        harness.gateway._reception.stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
+        until(lambda: harness.gateway._read() or heard, "its beat arrives")
     finally:
         heart.stop()
         channels.close()
-        door.close()
+        harness.close()

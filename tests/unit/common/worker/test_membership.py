@@ -19,25 +19,25 @@ def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
     """Both Aborts of the first request are lost; of the second request, one attempt is void and one is valid."""
     lost, kept = make_request(100, 400), make_request(90, 400)
     pair.place(lost, "prefill-0", "decode-1")
-    pair.tell("decode-1", Reserve(kept, 1, pair.peer("prefill-0")))
+    pair.send("decode-1", Reserve(kept, 1, pair.peer("prefill-0")))
     pair.place(kept, "prefill-0", "decode-1", attempt=2)
     pair.until(lambda: len(pair.streams[lost.id, 1, 0]) > 3 and len(pair.streams[kept.id, 2, 0]) > 3)
     for name in pair.workers:
-        pair.tell(name, Lease(b"torn", 0))
-        pair.tell(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)]), 0))
+        pair.send(name, Lease(b"torn", 0))
+        pair.send(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)]), 0))
     decode = pair.workers["decode-1"]
     pair.until(lambda: decode.holdings() == {TransferId(kept.id, 2)})
     assert decode.counters["reaped_requests"] == 2
     assert decode.membership.bad_messages == 1
     for name in pair.workers:
-        pair.tell(name, Lease(b"", 0))
+        pair.send(name, Lease(b"", 0))
     pair.until(pair.quiet)
 
 
 def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> None:
     """A second coordinator's Welcome, with other times, also takes effect."""
     for name in pair.workers:
-        pair.tell(name, Welcome(Incarnation("other"), 20, 4_000, 500))
+        pair.send(name, Welcome(Incarnation("other"), 20, 4_000, 500))
     pair.until(lambda: pair.beats >= 40, deadline_s=4)  # at the default of two a second, two workers would send 16
     prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
     told = TransferLimits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
@@ -55,11 +55,11 @@ def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.Mon
     bench.lost_welcomes = 1
     worker = bench.add("decode", OracleEngine(512))
     request = make_request(40, 4)
-    bench.tell("decode-0", Generate(request, 1))
-    bench.tell("decode-0", Lease(pack_transfers([TransferId(request.id, 1)]), 0))
+    bench.send("decode-0", Generate(request, 1))
+    bench.send("decode-0", Lease(pack_transfers([TransferId(request.id, 1)]), 0))
     bench.until(lambda: worker.membership.joined)
     assert not worker.holdings() and not bench.streams
-    bench.tell("decode-0", Generate(request, 1))
+    bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     bench.check(request)
 
@@ -71,14 +71,14 @@ def test_a_worker_that_hears_no_lease_for_as_long_as_one_lasts_dials_anew(bench:
     bench.until(lambda: worker.membership.joined)
     first, leased_at = worker.membership._socket, time.monotonic()
     while time.monotonic() < leased_at + 1.0:
-        bench.tell("decode-0", Lease(b"", 0))
+        bench.send("decode-0", Lease(b"", 0))
         bench.turn()
     assert worker.membership._socket is first and bench.joins == 1
     assert bench.renewed > 10, "each is answered"
     bench.until(lambda: bench.joins == 2 and worker.membership.joined)
     assert worker.membership._socket is not first and first.closed
     request = make_request(40, 4)
-    bench.tell("decode-0", Generate(request, 1))
+    bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     bench.check(request)
 
@@ -92,7 +92,7 @@ def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
     monkeypatch.setattr(worker, "clock", lambda: time.monotonic() + 31.0 * engine.steps)
     monkeypatch.setattr(worker.membership, "stood_still_s", lambda: 30.0 * engine.steps)
     request = make_request(40, 1)
-    bench.tell("decode-0", Generate(request, 1))
+    bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     assert 1.0 <= worker.step_times.longest <= 5.0
 
@@ -115,7 +115,7 @@ def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkey
     monkeypatch.setattr(worker.membership, "stood_still_s", lambda: stood_still_s[0])
     monkeypatch.setattr(engine, "step", stopped)
     request = make_request(40, 3)
-    bench.tell("decode-0", Generate(request, 1))
+    bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     assert len(told) >= 3 and all(300 <= turn_ms <= 2000 for turn_ms in told)
 
@@ -129,10 +129,10 @@ def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench
     bench.until(lambda: len(decode.holdings()) == 1)
     renewed_until = time.monotonic() + 0.6  # twice as long as one lease
     while time.monotonic() < renewed_until:
-        bench.tell("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), 0))
+        bench.send("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), 0))
         bench.turn()
         assert len(decode.holdings()) == 1
-    bench.tell("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
+    bench.send("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
     bench.until(lambda: len(decode.holdings()) == 2)
     bench.until(lambda: not decode.holdings(), deadline_s=2)
     assert decode.cache.pool.counts.held == 0

@@ -15,6 +15,6 @@ def test_first_tokens_that_ended_a_request_can_be_told_again(pair: Bench) -> Non
     pair.finished.clear()
     for choice in range(2):
         for name in pair.workers:
-            pair.tell(name, Resend(request.id, 1, choice, 0))
+            pair.send(name, Resend(request.id, 1, choice, 0))
     pair.until(lambda: pair.done(request))
     pair.check(request)

@@ -70,13 +70,13 @@ def play(bench: Bench, engine: OverlappedOracle, seed: int, requests: int = 16) 
         if rng.random() < 0.5:
             bench.place(request, "prefill-1", "decode-0")
         else:
-            bench.tell("decode-0", Generate(request, 1))
+            bench.send("decode-0", Generate(request, 1))
         (aborted if rng.random() < 0.2 else served).append(request)
         for _ in range(rng.randrange(8)):
             bench.turn()
         for each in aborted:
             for worker in ("decode-0", "prefill-1"):
-                bench.tell(worker, Abort(each.id, 1))
+                bench.send(worker, Abort(each.id, 1))
     bench.until(lambda: bench.done(*served))
     for request in served:  # as the coordinator does: decode waits for a prompt that has ended by its first token
         bench.tell("decode-0", Abort(request.id, 1))
@@ -110,7 +110,7 @@ def test_a_step_is_launched_before_the_last_one_is_read(bench: Bench) -> None:
     engine = OverlappedOracle(64)
     worker = bench.add("decode", engine)
     assert isinstance(worker, DecodeWorker)
-    bench.tell("decode-0", Generate(request := make_request(20, 30), 1))
+    bench.send("decode-0", Generate(request := make_request(20, 30), 1))
     bench.until(lambda: engine.launched == 1)
     (sequence,) = worker.planner.sequences()
     assert sequence.output_length == 1, "that of the prompt, which was waited for"
@@ -131,7 +131,7 @@ def test_a_stop_that_is_found_late_costs_one_row_that_nobody_sees(bench: Bench) 
         RequestId(b"one that stops.."), pack_tokens(range(20)), SamplingParams(40, 7, stop_token_ids=(stream[9],))
     )
     first = stream.index(stream[9])
-    bench.tell("decode-0", Generate(request, 1))
+    bench.send("decode-0", Generate(request, 1))
     bench.until(worker.holdings)
     while worker.holdings():
         worker.turn()
@@ -146,7 +146,7 @@ def test_a_stop_that_is_found_late_costs_one_row_that_nobody_sees(bench: Bench) 
 def test_a_worker_that_leaves_reads_what_it_launched(bench: Bench) -> None:
     engine = OverlappedOracle(64)
     worker = bench.add("decode", engine)
-    bench.tell("decode-0", Generate(make_request(20, 30), 1))
+    bench.send("decode-0", Generate(make_request(20, 30), 1))
     bench.until(lambda: engine.launched == 3)
     worker._drop_all()
     assert worker.cache.pool.counts.held > 0 and worker.cache.leaks() == {}

@@ -25,7 +25,7 @@ def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
     monkeypatch.setattr("prefill.role.BUDGET_S", 0.0)
     prefill = pair.workers["prefill-0"]
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
-        pair.tell(name, Measure(RequestId(b"measure the link"), 0, pair.peer(other), 100))
+        pair.send(name, Measure(RequestId(b"measure the link"), 0, pair.peer(other), 100))
     pair.until(prefill.more_to_move)
     assert prefill.turn() == 0.0
     monkeypatch.setattr("prefill.role.BUDGET_S", 1.0)
@@ -46,7 +46,7 @@ def test_what_the_heart_tells_is_as_young_as_the_last_long_step(bench: Bench) ->
         return step(batch)
 
     worker.engine.step = slow  # type: ignore[method-assign]
-    bench.tell("decode-0", Generate(request, 1))
+    bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: worker.holdings())  # one turn has computed the first chunk
     assert worker.membership.snapshot.live == request.id
     bench.until(lambda: bench.done(request))
@@ -55,7 +55,7 @@ def test_what_the_heart_tells_is_as_young_as_the_last_long_step(bench: Bench) ->
 def test_beside_streams_a_worker_takes_in_less_the_fewer_hand_offs_there_are(bench: Bench) -> None:
     decode, _ = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
     assert isinstance(decode, DecodeWorker) and decode._budget_s() == BUDGET_S
-    bench.tell("decode-0", Generate(request := make_request(40, 60), 1))
+    bench.send("decode-0", Generate(request := make_request(40, 60), 1))
     bench.until(lambda: decode.planner.running)
     decode.step_times.took(512, 512, 2.0)
     decode.step_times.took(1, 1, 0.01)
@@ -74,7 +74,7 @@ def test_many_that_announce_themselves_beside_long_steps_are_answered_within_a_f
     while."""
     decode, prefill = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
     assert isinstance(decode, DecodeWorker) and isinstance(prefill, PrefillWorker)
-    bench.tell("decode-0", Generate(stream := make_request(40, 60), 1))
+    bench.send("decode-0", Generate(stream := make_request(40, 60), 1))
     bench.until(lambda: decode.planner.running)
     step, steps = decode.engine.step, itertools.count()
 
@@ -87,7 +87,7 @@ def test_many_that_announce_themselves_beside_long_steps_are_answered_within_a_f
     bench.turn()
     requests = [make_request(16, 3) for _ in range(20)]
     for request in requests:
-        bench.tell("prefill-1", Prefill(request, 1, bench.peer("decode-0")))
+        bench.send("prefill-1", Prefill(request, 1, bench.peer("decode-0")))
     while len(prefill.sender) < len(requests):
         prefill.turn()
     before = next(steps)
@@ -95,7 +95,7 @@ def test_many_that_announce_themselves_beside_long_steps_are_answered_within_a_f
     assert next(steps) - before < len(requests) / 3
     decode.engine.step = step  # type: ignore[method-assign]
     for request in requests:
-        bench.tell("decode-0", Reserve(request, 1, bench.peer("prefill-1")))
+        bench.send("decode-0", Reserve(request, 1, bench.peer("prefill-1")))
     bench.until(lambda: bench.done(stream, *requests))
     for request in requests:
         bench.check(request)
@@ -107,7 +107,7 @@ def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
     monkeypatch.setattr("common.worker.loop.MAX_KEYS", 3)
     worker = bench.add("colocated", OracleEngine(64))
     request = make_request(16 * 7, 1)
-    bench.tell("colocated-0", Generate(request, 1))
+    bench.send("colocated-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     bench.until(lambda: sum(len(each.added) for each in bench.cached) == 16 * 7)
     worker.cache.prefix.announce_all()
@@ -122,9 +122,9 @@ def test_more_requests_than_a_heartbeat_can_tell_of_are_turned_away(
     bench.add("colocated", OracleEngine(64))
     requests = [make_request(20, 30) for _ in range(3)]
     for request in requests:
-        bench.tell("colocated-0", Generate(request, 1))
+        bench.send("colocated-0", Generate(request, 1))
     bench.until(lambda: bench.done(*requests[:2]))
     assert (failed := bench.failed[requests[2].id, 1]).code == "no_memory" and failed.retriable
     again = make_request(20, 3)
-    bench.tell("colocated-0", Generate(again, 1))
+    bench.send("colocated-0", Generate(again, 1))
     bench.until(lambda: bench.done(again))

@@ -21,50 +21,50 @@ LIMITS = TransferLimits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
 
 
 def test_a_step_is_expected_to_take_what_its_like_took() -> None:
-    pace = StepTimeEstimator()
-    assert pace.expect(1, 1) == FIRST_STEP_S and pace.longest == 0
-    pace.took(1, 64, 0.01)
-    pace.took(1, 64, 0.03)
-    assert pace.expect(1, 64) == 0.03
-    assert pace.expect(64, 64 * 64) == 0.03 * 2**6, "a size that nobody has seen"
-    pace.took(64, 64 * 64, 0.2)
-    assert pace.expect(64, 64 * 64) == pace.expect(100, 64 * 64) == pace.longest == 0.2
-    assert pace.expect(8, 64 * 8) == 0.2, "no more than a larger one took"
-    assert pace.expect(1, 64) == 0.03
+    estimator = StepTimeEstimator()
+    assert estimator.expect(1, 1) == FIRST_STEP_S and estimator.longest == 0
+    estimator.took(1, 64, 0.01)
+    estimator.took(1, 64, 0.03)
+    assert estimator.expect(1, 64) == 0.03
+    assert estimator.expect(64, 64 * 64) == 0.03 * 2**6, "a size that nobody has seen"
+    estimator.took(64, 64 * 64, 0.2)
+    assert estimator.expect(64, 64 * 64) == estimator.expect(100, 64 * 64) == estimator.longest == 0.2
+    assert estimator.expect(8, 64 * 8) == 0.2, "no more than a larger one took"
+    assert estimator.expect(1, 64) == 0.03
     for _ in range(40):
-        pace.took(64, 64 * 64, 0.1)
-    assert pace.expect(64, 64 * 64) == pace.longest == 0.1, "what was long ago is forgotten"
+        estimator.took(64, 64 * 64, 0.1)
+    assert estimator.expect(64, 64 * 64) == estimator.longest == 0.1, "what was long ago is forgotten"
 
 
 def test_the_longest_of_the_last_steps_is_forgotten_after_as_many_more() -> None:
-    pace, rng, seconds = StepTimeEstimator(), random.Random(1), list[float]()
+    estimator, rng, seconds = StepTimeEstimator(), random.Random(1), list[float]()
     for step in range(20 * REMEMBERED):
         seconds.append(rng.choice((0.001, 0.002, 0.003, rng.random() * 0.1 * (step % 7 == 0))))
-        pace.took(1, 1, seconds[-1])
-        assert pace.longest == pace.expect(1, 1) == max(seconds[-REMEMBERED:])
-        assert pace.last == seconds[-1]
+        estimator.took(1, 1, seconds[-1])
+        assert estimator.longest == estimator.expect(1, 1) == max(seconds[-REMEMBERED:])
+        assert estimator.last == seconds[-1]
 
 
 def test_few_tokens_over_a_long_context_are_expected_to_take_long() -> None:
-    pace = StepTimeEstimator()
-    pace.took(32, 32 * 32, 0.16)
-    assert pace.expect(32, 32 * 3000) >= 0.16 * 64
-    pace.took(32, 32 * 3000, 3.0)
-    assert pace.expect(32, 32 * 3000) == 3.0 and pace.expect(32, 32 * 32) == 0.16
+    estimator = StepTimeEstimator()
+    estimator.took(32, 32 * 32, 0.16)
+    assert estimator.expect(32, 32 * 3000) >= 0.16 * 64
+    estimator.took(32, 32 * 3000, 3.0)
+    assert estimator.expect(32, 32 * 3000) == 3.0 and estimator.expect(32, 32 * 32) == 0.16
 
 
 def test_one_long_step_does_not_excuse_short_ones() -> None:
-    pace = StepTimeEstimator()
-    pace.took(512, 512 * 512, 15.0)
+    estimator = StepTimeEstimator()
+    estimator.took(512, 512 * 512, 15.0)
     for _ in range(REMEMBERED):
-        pace.took(1, 600, 0.004)
-    assert pace.expect(1, 601) == pace.longest == 0.004
+        estimator.took(1, 600, 0.004)
+    assert estimator.expect(1, 601) == estimator.longest == 0.004
 
 
 def test_a_small_step_before_any_small_one_is_expected_like_the_smallest() -> None:
-    pace = StepTimeEstimator()
-    pace.took(512, 512 * 512, 1.0)
-    assert pace.expect(1, 600) == 1.0
+    estimator = StepTimeEstimator()
+    estimator.took(512, 512 * 512, 1.0)
+    assert estimator.expect(1, 600) == 1.0
 
 
 def test_all_times_of_failures_follow_from_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.api.fields import JsonBudget, parse_json
 from tests.fakes.checkpoint import POSITIONS, VOCAB
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, chat_of, open_cluster, valid
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, chat_of, open_cluster, valid
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, chat
     ],
 )
 async def test_errors_have_openais_shape(
-    cluster: Cluster, body: Any, status: int, code: str, param: str | None
+    cluster: FakeCluster, body: Any, status: int, code: str, param: str | None
 ) -> None:
     response, answer = await cluster.post(CHAT, body)
     assert response.status == status
@@ -39,7 +39,7 @@ async def test_errors_have_openais_shape(
     assert response.headers["x-request-id"] and "Traceback" not in error["message"]
 
 
-async def test_more_errors(cluster: Cluster) -> None:
+async def test_more_errors(cluster: FakeCluster) -> None:
     for path, body, status in [
         (TEXT, {"prompt": ""}, 400),
         (TEXT, {"prompt": [VOCAB]}, 400),
@@ -60,13 +60,13 @@ async def test_more_errors(cluster: Cluster) -> None:
     assert response.status == 415
 
 
-async def test_a_wrong_method_is_told_the_right_ones(cluster: Cluster) -> None:
+async def test_a_wrong_method_is_told_the_right_ones(cluster: FakeCluster) -> None:
     response, _ = await cluster.post("/v1/models", {})
     assert response.status == 405 and response.headers["Allow"] == "GET,HEAD"
 
 
 async def test_what_is_hopelessly_long_is_refused_without_any_work(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = cluster.services.model
     monkeypatch.setattr(model.text, "_control", None)
@@ -119,7 +119,7 @@ async def test_values_that_a_template_indents_are_refused_beside_the_event_loop(
     assert threading.main_thread() not in threads
 
 
-async def test_more_tokens_than_the_context_are_refused_on_the_way(cluster: Cluster) -> None:
+async def test_more_tokens_than_the_context_are_refused_on_the_way(cluster: FakeCluster) -> None:
     limit = cluster.services.model.context_length
     response, body = await cluster.post("/tokenize", {"prompt": "é" * limit * 4})
     assert response.status == 200 and body["count"] > 2 * limit, "counting may go on"

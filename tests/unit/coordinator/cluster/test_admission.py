@@ -16,100 +16,100 @@ from common.net.sockets import DROPPED_PARTS, identity, receive, send
 from common.net.wire import seal
 from coordinator.cluster.reception import MOST_ASKED
 from tests.unit.coordinator.cluster.test_registry import beat
-from tests.unit.door import Door, hello_of, until
+from tests.unit.gateway_harness import GatewayHarness, hello_of, until
 from tests.unit.parts import counted, many
 
 
 @pytest.mark.parametrize("key", ["prefill", "decode", "colocated"])
 @pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
-def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role: Party) -> None:
+def test_a_worker_joins_only_in_the_role_of_its_key(harness: GatewayHarness, key: Party, role: Party) -> None:
     hello = hello_of(role)
-    socket = door.dial(key, identity(hello.name, hello.incarnation))
+    socket = harness.dial(key, identity(hello.name, hello.incarnation))
     send(socket, hello)
-    answer = door.answer(socket)
+    answer = harness.answer(socket)
     if key == role:
         assert isinstance(answer, Welcome)
     else:
         assert isinstance(answer, Rejected) and f"key is that of {key}" in answer.reason
-        assert not list(door.registry) and door.gateway.bad_messages == 1
+        assert not list(harness.registry) and harness.gateway.bad_messages == 1
 
 
-def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) -> None:
+def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(harness: GatewayHarness) -> None:
     """Neither another process of that name can take it, nor a socket with the part of its identity that others know."""
     hello = hello_of("decode")
-    worker = door.dial("decode", identity(hello.name, hello.incarnation, "its own"))
+    worker = harness.dial("decode", identity(hello.name, hello.incarnation, "its own"))
     send(worker, hello)
-    assert isinstance(door.answer(worker), Welcome)
-    (here,) = door.registry
+    assert isinstance(harness.answer(worker), Welcome)
+    (here,) = harness.registry
     other = msgspec.structs.replace(hello, incarnation="another")
-    newcomer = door.dial("decode", identity(other.name, other.incarnation))
+    newcomer = harness.dial("decode", identity(other.name, other.incarnation))
     for _ in range(STRIKES + 1):  # a newcomer may try again and again
         send(newcomer, other)
-        answer = door.answer(newcomer)
+        answer = harness.answer(newcomer)
         assert isinstance(answer, NameTaken) and f"process {hello.pid} of {hello.host}" in answer.reason
-    thief = door.dial("decode", identity(hello.name, hello.incarnation))
+    thief = harness.dial("decode", identity(hello.name, hello.incarnation))
     for said in (hello, beat(hello.incarnation, draining=True), Goodbye(hello.incarnation, "stolen")):
         send(thief, said)
-    until(lambda: door.gateway._read() or door.gateway.bad_messages == 3, "all three are dropped")
-    assert list(door.registry) == [here] and here.ready and not door.lost_workers
+    until(lambda: harness.gateway._read() or harness.gateway.bad_messages == 3, "all three are dropped")
+    assert list(harness.registry) == [here] and here.ready and not harness.lost_workers
     assert not thief.poll(0) or isinstance(receive(thief, ToWorker), NameTaken)
-    door.gateway.send(here, Drain(1))
-    until(lambda: door.gateway._read() or worker.poll(5), "it is still reached")
+    harness.gateway.send(here, Drain(1))
+    until(lambda: harness.gateway._read() or worker.poll(5), "it is still reached")
     worker.close(0)
 
     def follows() -> bool:
         send(newcomer, other)
-        return isinstance(door.answer(newcomer), Welcome)
+        return isinstance(harness.answer(newcomer), Welcome)
 
     until(follows, "a process that has died is followed at once, whatever the monitor has said so far")
-    assert [each.id for each in door.registry] == [other.incarnation]
+    assert [each.id for each in harness.registry] == [other.incarnation]
 
 
-def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(door: Door) -> None:
+def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(harness: GatewayHarness) -> None:
     """Its connection breaks, and its heartbeat arrives before it can send Hello."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation, "its own")
-    worker, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    worker, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
     send(worker, hello)
-    assert isinstance(door.answer(worker), Welcome)
-    (here,) = door.registry
-    door.gateway._remove(here)
-    door.gateway._miss(here)
-    thief = door.dial("decode", identity(hello.name, hello.incarnation))
+    assert isinstance(harness.answer(worker), Welcome)
+    (here,) = harness.registry
+    harness.gateway._remove(here)
+    harness.gateway._miss(here)
+    thief = harness.dial("decode", identity(hello.name, hello.incarnation))
     for said in (hello, Goodbye(hello.incarnation, "stolen")):
         send(thief, said)
-    until(lambda: door.gateway._read() or door.gateway.bad_messages == 1, "its Hello is not believed")
-    door.gateway._look_for_missing()
+    until(lambda: harness.gateway._read() or harness.gateway.bad_messages == 1, "its Hello is not believed")
+    harness.gateway._look_for_missing()
     send(heart, beat(hello.incarnation))
-    assert isinstance(door.answer(worker), Rejoin)
+    assert isinstance(harness.answer(worker), Rejoin)
     other = msgspec.structs.replace(hello, incarnation="another")
-    newcomer = door.dial("decode", identity(other.name, other.incarnation))
+    newcomer = harness.dial("decode", identity(other.name, other.incarnation))
     send(newcomer, other)
-    assert isinstance(door.answer(newcomer), NameTaken)
+    assert isinstance(harness.answer(newcomer), NameTaken)
     send(worker, hello)
-    assert isinstance(door.answer(worker), Welcome)
+    assert isinstance(harness.answer(worker), Welcome)
 
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in_few_lines(
     cluster_key: Path, keyed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door = Door(cluster_key if keyed else None)
+    harness = GatewayHarness(cluster_key if keyed else None)
     try:
-        door.registry.fingerprint = "served"
+        harness.registry.fingerprint = "served"
         hello = msgspec.structs.replace(hello_of("decode"), fingerprint="mine\n2026 forged line")
-        socket = door.dial("decode", identity(hello.name, hello.incarnation, "secret"))
+        socket = harness.dial("decode", identity(hello.name, hello.incarnation, "secret"))
         for _ in range(50):
             send(socket, hello)
-            answer = door.answer(socket)
+            answer = harness.answer(socket)
             assert isinstance(answer, Rejected)
             assert ("fingerprint" in answer.reason) is keyed and ("served" in answer.reason) is keyed
-        door.gateway._complaints.log_due(1e9)
+        harness.gateway._complaints.log_due(1e9)
         told = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
         assert len(told) == 2 and "fingerprint" in told[0] and told[1].endswith(" (49 times)")
         assert "secret" not in caplog.text and not any("\n" in line for line in told)
     finally:
-        door.close()
+        harness.close()
 
 
 VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
@@ -123,126 +123,135 @@ VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(door: Door, version: str) -> None:
+def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(
+    harness: GatewayHarness, version: str
+) -> None:
     hello = hello_of("decode")
-    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    socket = harness.dial("decode", identity(hello.name, hello.incarnation))
     row = VERSIONS[version](["hello", PROTOCOL + 1, *msgspec.structs.astuple(hello)[1:]])
     for _ in range(STRIKES + 1):  # it may try again and again
         socket.send(seal(msgspec.msgpack.encode(row)))
-        answer = door.answer(socket)
+        answer = harness.answer(socket)
         words = f"protocol {row[1]}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
         assert isinstance(answer, Rejected) and answer.reason == words
-    assert not list(door.registry) and not door.gateway.bad_messages
+    assert not list(harness.registry) and not harness.gateway.bad_messages
 
 
-def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door: Door) -> None:
-    hello, clock = hello_of("decode"), door.gateway.clock
+def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(harness: GatewayHarness) -> None:
+    hello, clock = hello_of("decode"), harness.gateway.clock
     name = identity(hello.name, hello.incarnation)
-    control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
-    door.registry.expect_rejoin(hello.name, hello.host, hello.pid, clock() - 7)
+    control, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
+    harness.registry.expect_rejoin(hello.name, hello.host, hello.pid, clock() - 7)
 
     def answered() -> bool:
         # Repeated: the first beat may be read before the control connection, which carries the answer, is open.
         send(heart, beat(hello.incarnation, turn_ms=60_000, expected_ms=20_000))
-        door.gateway._read()
+        harness.gateway._read()
         return bool(control.poll(20))
 
     until(answered, "the stranger is asked for its Hello")
     assert isinstance(receive(control, ToWorker), Rejoin)
-    assert not door.registry.unresponsive.overdue(clock() + 2)
-    assert [hang.pid for hang in door.registry.unresponsive.overdue(clock() + 10)] == [hello.pid]
+    assert not harness.registry.unresponsive.overdue(clock() + 2)
+    assert [hang.pid for hang in harness.registry.unresponsive.overdue(clock() + 10)] == [hello.pid]
 
 
-def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(door: Door) -> None:
+def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(
+    harness: GatewayHarness,
+) -> None:
     """Its other messages cannot be understood here; it is asked for its Hello, as any unknown peer is."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation)
-    control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    control, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
     said = [["news"], ["heartbeat"], ["heartbeat", hello.incarnation, {"of": [b"other", 1.5, None]}], ["tokens", 1]]
     for row in said * STRIKES:
         socket = heart if row[0] == "heartbeat" else control
         socket.send(seal(msgspec.msgpack.encode(row)))
-        assert isinstance(door.answer(control), Rejoin)
+        assert isinstance(harness.answer(control), Rejoin)
     control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
-    answer = door.answer(control)
+    answer = harness.answer(control)
     assert isinstance(answer, Rejected) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
-    assert door.gateway.bad_messages == len(said) * STRIKES and not door.gateway.ban_list.cut_off
+    assert harness.gateway.bad_messages == len(said) * STRIKES and not harness.gateway.ban_list.cut_off
 
 
-def test_a_stranger_that_never_says_hello_is_cut_off_at_last(door: Door) -> None:
+def test_a_stranger_that_never_says_hello_is_cut_off_at_last(harness: GatewayHarness) -> None:
     hello = hello_of("decode")
-    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    socket = harness.dial("decode", identity(hello.name, hello.incarnation))
     for _ in range(MOST_ASKED + STRIKES):
         socket.send(seal(msgspec.msgpack.encode(["news"])))
-    until(lambda: door.gateway._read() or door.gateway.ban_list.cut_off == 1, "it is cut off")
-    assert door.gateway.bad_messages == MOST_ASKED + STRIKES
+    until(lambda: harness.gateway._read() or harness.gateway.ban_list.cut_off == 1, "it is cut off")
+    assert harness.gateway.bad_messages == MOST_ASKED + STRIKES
 
 
 @pytest.mark.parametrize("said", [[], [1, "heartbeat"], "heartbeat", {"kind": "heartbeat"}, ["x" * 129]])
-def test_a_stranger_that_says_no_message_of_any_version_is_cut_off(door: Door, said: Any) -> None:
+def test_a_stranger_that_says_no_message_of_any_version_is_cut_off(harness: GatewayHarness, said: Any) -> None:
     hello = hello_of("decode")
-    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    socket = harness.dial("decode", identity(hello.name, hello.incarnation))
     for _ in range(STRIKES):
         socket.send(seal(msgspec.msgpack.encode(said)))
-    until(lambda: door.gateway._read() or door.gateway.ban_list.cut_off == 1, "it is cut off")
+    until(lambda: harness.gateway._read() or harness.gateway.ban_list.cut_off == 1, "it is cut off")
     assert not socket.poll(50)
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, "1", 1.5, None])
-def test_a_hello_that_makes_no_sense_is_a_strike(door: Door, protocol: Any) -> None:
+def test_a_hello_that_makes_no_sense_is_a_strike(harness: GatewayHarness, protocol: Any) -> None:
     """The Hello has our own version number, or none that is valid."""
     hello = hello_of("decode")
-    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    socket = harness.dial("decode", identity(hello.name, hello.incarnation))
     row = ["hello", protocol, *msgspec.structs.astuple(hello)[1:], "more"]
     for _ in range(STRIKES):
         socket.send(seal(msgspec.msgpack.encode(row)))
-    until(lambda: door.gateway._read() or door.gateway.ban_list.cut_off == 1, "it is cut off")
-    assert not list(door.registry) and not socket.poll(50)
+    until(lambda: harness.gateway._read() or harness.gateway.ban_list.cut_off == 1, "it is cut off")
+    assert not list(harness.registry) and not socket.poll(50)
 
 
 @pytest.mark.parametrize("who", ["no key", "another cluster", "coordinator"])
-def test_strangers_do_not_get_in(door: Door, other: Path, who: str) -> None:
-    door.expected = False
+def test_strangers_do_not_get_in(harness: GatewayHarness, other: Path, who: str) -> None:
+    harness.expected = False
     hello = hello_of("decode")
     party: Party | None = {"no key": None, "another cluster": "decode", "coordinator": "coordinator"}[who]  # type: ignore[assignment]
-    socket = door.dial(party, identity(hello.name, hello.incarnation), other if who == "another cluster" else None)
+    socket = harness.dial(party, identity(hello.name, hello.incarnation), other if who == "another cluster" else None)
     send(socket, hello)
-    assert door.answer(socket) is None
-    assert not list(door.registry) and not door.gateway.bad_messages, "nothing has arrived"
+    assert harness.answer(socket) is None
+    assert not list(harness.registry) and not harness.gateway.bad_messages, "nothing has arrived"
 
 
-def test_another_key_cannot_speak_in_a_workers_name(door: Door) -> None:
+def test_another_key_cannot_speak_in_a_workers_name(harness: GatewayHarness) -> None:
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation)
-    worker = door.dial("decode", name)
+    worker = harness.dial("decode", name)
     send(worker, hello)
-    assert isinstance(door.answer(worker), Welcome)
-    thief = door.dial("prefill", name + b"|hb")
+    assert isinstance(harness.answer(worker), Welcome)
+    thief = harness.dial("prefill", name + b"|hb")
     for _ in range(STRIKES):
         send(thief, Goodbye(hello.incarnation, "stolen"))
-    door.expected = False
-    assert door.answer(worker) is None and door.gateway.bad_messages == STRIKES
-    assert door.registry.get(hello.incarnation) is not None and not door.lost_workers, "the thief is cut off, not it"
-    assert door.gateway.ban_list.cut_off == 1
+    harness.expected = False
+    assert harness.answer(worker) is None and harness.gateway.bad_messages == STRIKES
+    assert harness.registry.get(hello.incarnation) is not None and not harness.lost_workers, (
+        "the thief is cut off, not it"
+    )
+    assert harness.gateway.ban_list.cut_off == 1
 
 
-def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
+def test_three_bad_messages_cut_a_worker_off(harness: GatewayHarness) -> None:
     hello = hello_of("decode")
-    worker = door.dial("decode", identity(hello.name, hello.incarnation))
+    worker = harness.dial("decode", identity(hello.name, hello.incarnation))
     send(worker, hello)
-    assert isinstance(door.answer(worker), Welcome)
+    assert isinstance(harness.answer(worker), Welcome)
     for part in (b"x", b"\xc1", b"\x93"):
         worker.send(seal(part))
-    answer = door.answer(worker)
+    answer = harness.answer(worker)
     assert isinstance(answer, Rejected) and "invalid messages" in answer.reason
-    assert not list(door.registry) and door.lost_workers == ["decode-0"]
+    assert not list(harness.registry) and harness.lost_workers == ["decode-0"]
     send(worker, hello)
-    until(lambda: door.gateway._read() or door.gateway.bad_messages == STRIKES + 1, "the same incarnation is not heard")
-    assert not list(door.registry)
+    until(
+        lambda: harness.gateway._read() or harness.gateway.bad_messages == STRIKES + 1,
+        "the same incarnation is not heard",
+    )
+    assert not list(harness.registry)
     again = msgspec.structs.replace(hello, incarnation="a new one")
-    socket = door.dial("decode", identity(again.name, again.incarnation))
+    socket = harness.dial("decode", identity(again.name, again.incarnation))
     send(socket, again)
-    assert isinstance(door.answer(socket), Welcome), "its next incarnation is"
+    assert isinstance(harness.answer(socket), Welcome), "its next incarnation is"
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -251,37 +260,37 @@ def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
 ) -> None:
     """One turn reads a bounded number of parts however long the message is, and the silence of the others meanwhile
     counts as the coordinator's lag."""
-    door, received = Door(cluster_key if keyed else None), counted(monkeypatch)
-    gateway = door.gateway
+    harness, received = GatewayHarness(cluster_key if keyed else None), counted(monkeypatch)
+    gateway = harness.gateway
     try:
         hello = hello_of("decode")
-        worker = door.dial("decode", identity(hello.name, hello.incarnation))
+        worker = harness.dial("decode", identity(hello.name, hello.incarnation))
         send(worker, hello)
-        assert isinstance(door.answer(worker), Welcome)
+        assert isinstance(harness.answer(worker), Welcome)
         began = gateway.clock()
         assert gateway.sweep(began)
-        bad = door.dial("prefill", b"bad|1")
+        bad = harness.dial("prefill", b"bad|1")
         for strike in range(1, STRIKES + 1):
             bad.send_multipart(many(5 * DROPPED_PARTS))
             until(lambda: gateway._read() or gateway._socket.dropping, "it arrives")
             assert gateway.bad_messages == strike
             send(worker, beat(hello.incarnation))
-            before, beats, emptied = len(received), door.beats, gateway.times_emptied
+            before, beats, emptied = len(received), harness.beats, gateway.times_emptied
             assert not gateway.sweep(began + 20 * strike - 10), "whoever is silent now may have spoken"
             assert 0 < len(received) - before <= DROPPED_PARTS and gateway.times_emptied == emptied
             while gateway._socket.dropping:
                 before = len(received)
                 gateway._read()
                 assert len(received) - before <= DROPPED_PARTS
-            until(lambda beats=beats: gateway._read() or door.beats > beats, "what came behind it is heard")
-            worker_here = door.registry.get(hello.incarnation)
+            until(lambda beats=beats: gateway._read() or harness.beats > beats, "what came behind it is heard")
+            worker_here = harness.registry.get(hello.incarnation)
             assert worker_here is not None and worker_here.beat is not None
             read_at = began + 20 * (strike - 1)  # not after the message in front of it
-            door.registry.beat(worker_here, worker_here.beat, read_at)
-            assert gateway.sweep(began + 20 * strike) and not door.lost_workers
-        assert gateway.ban_list.cut_off == 1 and door.registry.get(hello.incarnation) is not None
+            harness.registry.beat(worker_here, worker_here.beat, read_at)
+            assert gateway.sweep(began + 20 * strike) and not harness.lost_workers
+        assert gateway.ban_list.cut_off == 1 and harness.registry.get(hello.incarnation) is not None
     finally:
-        door.close()
+        harness.close()
 
 
 def test_strikes_are_counted_per_peer_and_forgotten_in_order() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.cluster.lost_workers import REJOIN_LOOKS, LostWorkers
 from coordinator.cluster.registry import WorkerHandle
-from tests.unit.door import hello_of
+from tests.unit.gateway_harness import hello_of
 
 
 def worker_of(role: str) -> WorkerHandle:

@@ -33,7 +33,7 @@ from tests.unit.coordinator.fake_cluster import (
     CHAT,
     HELLO,
     TEXT,
-    Cluster,
+    FakeCluster,
     letters,
     open_cluster,
     prefilled,
@@ -42,13 +42,13 @@ from tests.unit.coordinator.fake_cluster import (
 )
 
 
-async def talkers(cluster: Cluster, text: str, **options: Any) -> None:
+async def talkers(cluster: FakeCluster, text: str, **options: Any) -> None:
     roles: tuple[Role, ...] = ("prefill", "decode")
     for role in roles:
         await cluster.add(role, script=letters(text), **options)
 
 
-async def test_a_chat_is_answered_by_a_pair(cluster: Cluster) -> None:
+async def test_a_chat_is_answered_by_a_pair(cluster: FakeCluster) -> None:
     response, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 6, "return_token_ids": True})
     assert response.status == 200
     valid("CreateChatCompletionResponse", body)
@@ -88,7 +88,7 @@ async def test_the_system_fingerprint_tells_how_weights_were_loaded(model: Path)
     assert first == again and first not in seen["w.int8"]
 
 
-async def test_the_models_sampling_defaults_count_unless_asked_otherwise(cluster: Cluster) -> None:
+async def test_the_models_sampling_defaults_count_unless_asked_otherwise(cluster: FakeCluster) -> None:
     await cluster.post(CHAT, {**HELLO, "max_tokens": 1})
     await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
     first, second = (request.sampling for request in await prefilled(cluster, 2))
@@ -96,7 +96,7 @@ async def test_the_models_sampling_defaults_count_unless_asked_otherwise(cluster
     assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
 
 
-async def test_different_seeds_stay_different(cluster: Cluster) -> None:
+async def test_different_seeds_stay_different(cluster: FakeCluster) -> None:
     seeds = (-1, (1 << 63) - 1, 0, -(1 << 63), 1)
     for seed in seeds:
         await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
@@ -104,7 +104,7 @@ async def test_different_seeds_stay_different(cluster: Cluster) -> None:
     assert sent == {seed % (1 << 64) for seed in seeds} and len(sent) == len(seeds)
 
 
-async def test_a_stream_has_one_chunk_per_token(cluster: Cluster) -> None:
+async def test_a_stream_has_one_chunk_per_token(cluster: FakeCluster) -> None:
     asked = {**HELLO, "max_tokens": 5, "stream_options": {"include_usage": True}, "return_token_ids": True}
     response, events = await cluster.stream(CHAT, asked)
     for event in events:
@@ -125,13 +125,13 @@ async def test_a_stream_has_one_chunk_per_token(cluster: Cluster) -> None:
     assert len({event["id"] for event in events}) == 1
 
 
-async def test_usage_in_every_chunk(cluster: Cluster) -> None:
+async def test_usage_in_every_chunk(cluster: FakeCluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     _, events = await cluster.stream(TEXT, {"prompt": "hi", "max_tokens": 3, "stream_options": options})
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
 
 
-async def test_completions_of_several_prompts_and_choices(cluster: Cluster) -> None:
+async def test_completions_of_several_prompts_and_choices(cluster: FakeCluster) -> None:
     asked = {"prompt": ["one", "two three"], "n": 2, "max_tokens": 3, "logprobs": 2, "return_token_ids": True}
     _, body = await cluster.post(TEXT, asked)
     valid("CreateCompletionResponse", body)
@@ -146,7 +146,7 @@ async def test_completions_of_several_prompts_and_choices(cluster: Cluster) -> N
     assert body["usage"]["completion_tokens"] == 12
 
 
-async def test_streamed_completions_of_several_choices(cluster: Cluster) -> None:
+async def test_streamed_completions_of_several_choices(cluster: FakeCluster) -> None:
     _, events = await cluster.stream(TEXT, {"prompt": [[40, 41], [42]], "n": 2, "max_tokens": 2, "logprobs": 0})
     for event in events:
         valid("CreateCompletionStreamResponse", event)
@@ -156,7 +156,7 @@ async def test_streamed_completions_of_several_choices(cluster: Cluster) -> None
         assert all(choice["logprobs"]["token_logprobs"] == [-0.5] for choice in mine[:2])
 
 
-async def test_chat_logprobs(cluster: Cluster) -> None:
+async def test_chat_logprobs(cluster: FakeCluster) -> None:
     asked = {**HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
     _, body = await cluster.post(CHAT, asked)
     valid("CreateChatCompletionResponse", body)
@@ -212,7 +212,7 @@ async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
     ],
 )
 async def test_logprobs_of_a_whole_answer_are_bounded(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
 ) -> None:
     monkeypatch.setattr("coordinator.api.service.MOST_LOGPROB_BYTES", 100_000)
     _, body = await cluster.post(path, {**asked, "max_tokens": 40})
@@ -225,7 +225,7 @@ async def test_logprobs_of_a_whole_answer_are_bounded(
         assert body["usage"]["completion_tokens"] == 2 * 16
 
 
-async def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
+async def test_echo_repeats_the_prompt(cluster: FakeCluster) -> None:
     _, body = await cluster.post(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 1})
     assert body["choices"][0]["text"].startswith("hello")
     _, events = await cluster.stream(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 2})
@@ -233,7 +233,7 @@ async def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
     assert not events[1]["choices"][0]["text"].startswith("hello")
 
 
-async def test_return_metrics_adds_up(cluster: Cluster) -> None:
+async def test_return_metrics_adds_up(cluster: FakeCluster) -> None:
     _, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
     stages = body["tandem"]
     assert stages["path"] == "disagg" and stages["why"] and stages["kv_bytes"] == 4096

@@ -27,7 +27,7 @@ from tests.unit.coordinator.fake_cluster import (
     CHAT,
     HELLO,
     TEXT,
-    Cluster,
+    FakeCluster,
     _ask_and_read_no_more,
     _narrow,
     open_cluster,
@@ -35,18 +35,18 @@ from tests.unit.coordinator.fake_cluster import (
 )
 
 
-async def test_request_ids_are_echoed_if_sane(cluster: Cluster) -> None:
+async def test_request_ids_are_echoed_if_sane(cluster: FakeCluster) -> None:
     for given, same in (("my-id.1", True), ("x" * 200, False), ("a b", False)):
         response, _ = await cluster.get("/health", headers={"X-Request-Id": given})
         assert (response.headers["x-request-id"] == given) is same
 
 
-async def test_ignored_fields_are_named(cluster: Cluster) -> None:
+async def test_ignored_fields_are_named(cluster: FakeCluster) -> None:
     response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "store": True, "foo": 1})
     assert response.headers["x-tandem-ignored"] == "store, foo"
 
 
-async def test_other_web_sites_can_neither_post_nor_read_here(cluster: Cluster) -> None:
+async def test_other_web_sites_can_neither_post_nor_read_here(cluster: FakeCluster) -> None:
     foreign = [("Host", "evil.example"), ("Origin", "https://evil.example"), ("Origin", "null")]
     for name, value in [*foreign, ("Host", "["), ("Origin", "http://["), ("Origin", "")]:
         response, body = await cluster.post(CHAT, HELLO, headers={name: value})
@@ -74,7 +74,7 @@ async def test_with_a_key_everything_is_closed(model: Path) -> None:
         assert (await cluster.get("/ready"))[0].status == 200
 
 
-async def _cut_off(cluster: Cluster) -> dict[str, float]:
+async def _cut_off(cluster: FakeCluster) -> dict[str, float]:
     async with cluster.client.get(f"{cluster.url}/metrics") as response:
         lines = re.findall(r'^tandem_clients_cut_off_total\{while="(\w+)"\} (\S+)', await response.text(), re.MULTILINE)
     return {doing: float(count) for doing, count in lines}
@@ -119,7 +119,7 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
 
 
 async def test_clients_that_are_cut_off_are_counted_in_the_log(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, cut = read_timeout(cluster.services)
     for _ in range(1000):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.app import drain
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, Cluster, _ask_and_read_no_more, open_cluster, until
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, _ask_and_read_no_more, open_cluster, until
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest(model: Path) -> None:
@@ -38,7 +38,7 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model: Pat
         assert events[-1]["error"]["code"] == "server_shutting_down"
 
 
-async def _leave_unread(cluster: Cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _leave_unread(cluster: FakeCluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request whose answer is larger than the socket buffers; return when it is computed, with nothing read."""
     asked = {"prompt": ["x"] * 3, "n": 16, "logprobs": 20, "max_tokens": 900, "ignore_eos": True, "seed": 1}
     connection = await _ask_and_read_no_more(cluster, asked)

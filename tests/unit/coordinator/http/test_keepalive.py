@@ -19,7 +19,7 @@ import pytest
 
 from coordinator.http import routes, sse
 from tests.fakes.checkpoint import fake_checkpoint
-from tests.unit.coordinator.fake_cluster import Cluster, open_cluster, until
+from tests.unit.coordinator.fake_cluster import FakeCluster, open_cluster, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 INTERVAL_S = 0.1
@@ -35,7 +35,7 @@ BODIES = {TEXT: {"prompt": "hello", **ASKED}, CHAT: {"messages": [{"role": "user
 class Gate:
     """A coordinator with one worker that makes one token per :meth:`release`."""
 
-    cluster: Cluster
+    cluster: FakeCluster
     _permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     async def open(self) -> None:

@@ -41,10 +41,10 @@ from coordinator.routing.breakers import FAILURES
 from coordinator.routing.router import Router
 from tests.fakes.checkpoint import EOS
 from tests.fakes.worker import FakeWorker, formula
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, letters, open_cluster, until
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, letters, open_cluster, until
 
 
-async def stream_over(cluster: Cluster, loss: Any, path: str = "disagg") -> None:
+async def stream_over(cluster: FakeCluster, loss: Any, path: str = "disagg") -> None:
     """Run a stream during which ``loss(cluster)`` happens, and check that no token is missing or repeated."""
     async with cluster.client.post(
         f"{cluster.url}{CHAT}", json={**HELLO, "max_tokens": 40, "stream": True, "return_token_ids": True}
@@ -68,7 +68,7 @@ async def test_a_dead_decode_worker_is_replaced_in_mid_stream(model: Path) -> No
         first = await cluster.add("decode", step_s=0.01)
         await cluster.add("decode", step_s=0.01)
 
-        async def kill(_: Cluster) -> None:
+        async def kill(_: FakeCluster) -> None:
             first.stop()
 
         await stream_over(cluster, kill)
@@ -138,7 +138,7 @@ async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> 
         first = await cluster.add("decode", step_s=0.01)
         await cluster.add("decode", step_s=0.01)
 
-        async def hang(_: Cluster) -> None:
+        async def hang(_: FakeCluster) -> None:
             first.fall_silent()
 
         await stream_over(cluster, hang)
@@ -182,7 +182,7 @@ async def test_a_worker_that_leaves_politely(model: Path) -> None:
         first = await cluster.add("decode", step_s=0.01)
         await cluster.add("decode", step_s=0.01)
 
-        async def leave(_: Cluster) -> None:
+        async def leave(_: FakeCluster) -> None:
             first.say(Goodbye(first.hello.incarnation, "drained"))
 
         await stream_over(cluster, leave)
@@ -256,7 +256,7 @@ async def test_a_dead_prefill_worker_costs_a_retry_only(model: Path) -> None:
         assert response.headers["x-tandem-prefill"] == "prefill-2"
 
 
-async def test_a_tick_that_fails_is_not_the_last(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tick_that_fails_is_not_the_last(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def fail(now_s: float) -> None:
@@ -268,7 +268,7 @@ async def test_a_tick_that_fails_is_not_the_last(cluster: Cluster, monkeypatch: 
 
 
 async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages wait behind one of too many parts. The time until it is dropped counts as the coordinator's lag."""
     sweeps, looks = list[float](), list[Any]()
@@ -746,7 +746,7 @@ async def test_an_answer_whose_end_cannot_be_written_ends_all_the_same(
 
 
 async def test_a_request_that_cannot_be_placed_is_gone_once_it_is_answered(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dispatcher = cluster.dispatcher
     with monkeypatch.context() as broken:
@@ -773,7 +773,7 @@ async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
         assert all(len(worker.got(Generate)) == 1 for worker in leaving), "and never again"
 
 
-async def test_a_worker_of_another_model_is_turned_away(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_of_another_model_is_turned_away(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
     stranger = await cluster.add("decode", fingerprint="other")
     assert stranger.turned and "fingerprint" not in stranger.turned, "it has shown no key"
     assert "decode-2" in caplog.text and "fingerprint other" in caplog.text
@@ -781,7 +781,7 @@ async def test_a_worker_of_another_model_is_turned_away(cluster: Cluster, caplog
     assert [worker["id"] for worker in body["workers"]] == ["prefill-0", "decode-1"]
 
 
-async def test_an_unknown_worker_is_asked_to_say_hello_again(cluster: Cluster) -> None:
+async def test_an_unknown_worker_is_asked_to_say_hello_again(cluster: FakeCluster) -> None:
     decode = cluster.workers[1]
     worker = cluster.services.registry.get(decode.hello.incarnation)
     assert worker is not None
@@ -790,7 +790,7 @@ async def test_an_unknown_worker_is_asked_to_say_hello_again(cluster: Cluster) -
     await until(lambda: cluster.services.registry.ready("decode"), "it is back")
 
 
-async def test_more_than_any_worker_says_is_not_read(cluster: Cluster) -> None:
+async def test_more_than_any_worker_says_is_not_read(cluster: FakeCluster) -> None:
     gateway = cluster.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -805,7 +805,7 @@ async def test_more_than_any_worker_says_is_not_read(cluster: Cluster) -> None:
 
 
 async def test_rubbish_on_the_control_socket_is_counted_and_survived(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.cluster.complaints.COMPLAIN_EVERY_S", 0.5)
     gateway = cluster.dispatcher.gateway

@@ -15,7 +15,7 @@ from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests import wait_limits
 from coordinator.requests.record import RequestRecord
 from coordinator.routing.router import HORIZON_TOKENS, Router
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, letters, open_cluster, prefilled, until
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, letters, open_cluster, prefilled, until
 
 
 async def test_more_blocks_than_any_worker_has(model: Path) -> None:
@@ -37,7 +37,7 @@ async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -
         assert 0 <= 40 * 16 - request.prompt_length - n * request.sampling.max_tokens < n * 16
 
 
-async def asked_until_one_token(cluster: Cluster, body: Any) -> asyncio.Task[Any]:
+async def asked_until_one_token(cluster: FakeCluster, body: Any) -> asyncio.Task[Any]:
     """Start a stream and return its task once the first token has come."""
     stream = asyncio.create_task(cluster.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
     records = cluster.dispatcher.records

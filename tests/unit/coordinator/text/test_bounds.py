@@ -18,10 +18,10 @@ from coordinator.api.fields import MAX_CONTAINERS, JsonBudget, parse_json
 from coordinator.http.bodies import Bodies, BodyKind, kind_of
 from coordinator.text.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
 from tests.fakes.checkpoint import POSITIONS
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, Held, chat_of, until
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, HeldTokenizer, chat_of, until
 
 
-async def test_ids_are_counted_before_they_are_read(cluster: Cluster) -> None:
+async def test_ids_are_counted_before_they_are_read(cluster: FakeCluster) -> None:
     for path, name in ((TEXT, "prompt"), ("/detokenize", "tokens")):
         response, body = await cluster.post(path, {name: [True] * ((1 << 20) + 1)})
         assert response.status == 400 and str((1 << 20) + 1) in body["error"]["message"]
@@ -29,7 +29,9 @@ async def test_ids_are_counted_before_they_are_read(cluster: Cluster) -> None:
     assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
 
 
-async def test_long_bodies_are_parsed_beside_the_event_loop(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_bodies_are_parsed_beside_the_event_loop(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = []
 
     def parse(body: bytes, budget: JsonBudget) -> Any:
@@ -50,7 +52,7 @@ PROSE = "the quick brown fox " * 150
 
 
 @pytest.mark.parametrize("text", [SHORT_TEXT, LONG_TEXT])
-async def test_texts_that_wait_for_tokens_are_bounded(cluster: Cluster, held: Held, text: str) -> None:
+async def test_texts_that_wait_for_tokens_are_bounded(cluster: FakeCluster, held: HeldTokenizer, text: str) -> None:
     lanes = cluster.services.model._lanes
     lanes.of(len(text))._bounds = Bounds(texts=1, chars=1 << 30, by_size=True)
     asked = {"prompt": text}
@@ -64,7 +66,9 @@ async def test_texts_that_wait_for_tokens_are_bounded(cluster: Cluster, held: He
     assert (await first)[0].status == (await cluster.post("/tokenize", asked))[0].status == 200
 
 
-async def test_texts_that_wait_do_not_use_up_the_places_of_smaller_ones(cluster: Cluster, held: Held) -> None:
+async def test_texts_that_wait_do_not_use_up_the_places_of_smaller_ones(
+    cluster: FakeCluster, held: HeldTokenizer
+) -> None:
     lane = cluster.services.model._lanes.of(len(SHORT_TEXT))
     lane._bounds = Bounds(texts=1, chars=1 << 30, by_size=True)
     long = asyncio.create_task(cluster.post("/tokenize", {"prompt": SHORT_TEXT * 4}))
@@ -75,7 +79,7 @@ async def test_texts_that_wait_do_not_use_up_the_places_of_smaller_ones(cluster:
     assert [(await each)[0].status for each in (long, short)] == [200, 200]
 
 
-async def test_a_lane_keeps_nothing_of_a_text_that_was_refused(cluster: Cluster) -> None:
+async def test_a_lane_keeps_nothing_of_a_text_that_was_refused(cluster: FakeCluster) -> None:
     class Text:
         """An argument of a step, so that a weak reference can show when it is freed."""
 
@@ -94,7 +98,7 @@ async def test_a_lane_keeps_nothing_of_a_text_that_was_refused(cluster: Cluster)
         gc.enable()
 
 
-async def test_a_lane_takes_the_smallest_and_the_oldest_in_turn(cluster: Cluster, held: Held) -> None:
+async def test_a_lane_takes_the_smallest_and_the_oldest_in_turn(cluster: FakeCluster, held: HeldTokenizer) -> None:
     lane = cluster.services.model._lanes.of(len(SHORT_TEXT))
     sizes = [4_000, 4_009, 4_008, 4_002, 4_001, 4_007]
     waiting = []
@@ -110,7 +114,7 @@ async def test_a_lane_takes_the_smallest_and_the_oldest_in_turn(cluster: Cluster
     )
 
 
-async def test_a_short_text_does_not_wait_for_a_long_one(cluster: Cluster, held: Held) -> None:
+async def test_a_short_text_does_not_wait_for_a_long_one(cluster: FakeCluster, held: HeldTokenizer) -> None:
     long = asyncio.create_task(cluster.post("/tokenize", {"prompt": LONG_TEXT}))
     await until(lambda: held.begun, "the long one is tokenized")
     async with asyncio.timeout(10):
@@ -120,7 +124,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one(cluster: Cluster, held:
     assert (await long)[0].status == 200
 
 
-async def test_work_on_a_text_ends_when_its_client_has_left(cluster: Cluster, held: Held) -> None:
+async def test_work_on_a_text_ends_when_its_client_has_left(cluster: FakeCluster, held: HeldTokenizer) -> None:
     running = asyncio.create_task(cluster.post("/tokenize", {"prompt": LONG_TEXT}))
     await until(lambda: held.begun, "the first is tokenized")
     waiting = asyncio.create_task(cluster.post("/tokenize", {"prompt": LONG_TEXT + "y"}))
@@ -134,7 +138,7 @@ async def test_work_on_a_text_ends_when_its_client_has_left(cluster: Cluster, he
     assert held.begun.count(LONG_TEXT) == 1 and LONG_TEXT + "y" not in held.begun
 
 
-async def test_bodies_in_memory_are_bounded_and_large_ones_apart(cluster: Cluster) -> None:
+async def test_bodies_in_memory_are_bounded_and_large_ones_apart(cluster: FakeCluster) -> None:
     bodies = cluster.services.bodies
     large, ordinary = ({"prompt": "x " * (size // 2)} for size in (LARGE_BYTES * 2, LARGE_BYTES // 16))
     with bodies.share() as share:
@@ -171,7 +175,7 @@ def test_all_bodies_of_a_kind_together_are_bounded(size: int, most: int) -> None
     assert not any(bodies.held.values())
 
 
-async def test_a_small_body_counts_while_it_is_unfinished(cluster: Cluster) -> None:
+async def test_a_small_body_counts_while_it_is_unfinished(cluster: FakeCluster) -> None:
     bodies = cluster.services.bodies
     reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rsplit(":", 1)[1]))
     body = b'{"prompt": "x"}'
@@ -187,7 +191,7 @@ async def test_a_small_body_counts_while_it_is_unfinished(cluster: Cluster) -> N
 
 
 @pytest.fixture
-def roomy(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def roomy(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     """A cluster whose model's context has room for any body."""
     monkeypatch.setattr(type(cluster.services.model), "context_length", 1 << 22)
     return cluster
@@ -200,7 +204,7 @@ def called_with(*arguments: object) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-async def test_values_of_tool_call_arguments_are_counted_too(roomy: Cluster) -> None:
+async def test_values_of_tool_call_arguments_are_counted_too(roomy: FakeCluster) -> None:
     asked = {"messages": [called_with({"x": [[]] * (MAX_CONTAINERS + 1)})]}
     for path in (CHAT, "/tokenize"):
         response, body = await roomy.post(path, asked)
@@ -209,7 +213,7 @@ async def test_values_of_tool_call_arguments_are_counted_too(roomy: Cluster) -> 
 
 
 @pytest.mark.parametrize("value", [[], ""], ids=["arrays", "strings"])
-async def test_values_of_a_body_and_of_arguments_are_counted_together(roomy: Cluster, value: object) -> None:
+async def test_values_of_a_body_and_of_arguments_are_counted_together(roomy: FakeCluster, value: object) -> None:
     values = [value] * (MAX_CONTAINERS // 3)
     asked: Any = {"messages": [called_with({"x": values}), called_with({"x": values[:-1000]})]}
     asked["an_unknown_field"] = values[:-1000]
@@ -222,7 +226,7 @@ async def test_values_of_a_body_and_of_arguments_are_counted_together(roomy: Clu
 
 
 async def test_arguments_that_are_too_long_together_are_not_parsed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = cluster.services.model.context_length * cluster.services.model.text.chars_per_token
     arguments = {"x": "y" * (most // 3)}
@@ -238,7 +242,7 @@ async def test_arguments_that_are_too_long_together_are_not_parsed(
     "arguments",
     [r'{"x":"\ud800"}', '{"x":' + "[" * 64 + "]" * 64 + "}", '{"x":' + "[" * 900 + "]" * 900 + "}", '{"x":NaN}', "[]"],
 )
-async def test_tool_call_arguments_are_read_as_strictly_as_a_body(cluster: Cluster, arguments: str) -> None:
+async def test_tool_call_arguments_are_read_as_strictly_as_a_body(cluster: FakeCluster, arguments: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     for path in (CHAT, "/tokenize"):

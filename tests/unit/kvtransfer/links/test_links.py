@@ -401,7 +401,7 @@ def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
     return Peer(WorkerName("peer"), incarnation, address, "host", "float32", token)
 
 
-class Held:
+class HeldMessages:
     """A receiver's socket that returns nothing until ``count`` messages have arrived, and then all of them.
     Announcements that the sender repeats because a grant is slow are not counted."""
 
@@ -452,7 +452,7 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
     handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=committed)
-        said, held = list[object](), Held(handoff.receiver._socket, FRAMES + committed)
+        said, held = list[object](), HeldMessages(handoff.receiver._socket, FRAMES + committed)
         with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
             handoff.receiver.pump(handoff.clock, 10.0)
         assert [type(each) for each in said] == answers
@@ -521,7 +521,7 @@ def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> Non
                 handoff.received += handoff.receiver.pump(handoff.clock, 0.005)
         handoff.ahead_s += 0.5
         assert not handoff.sender.pump(handoff.clock())
-        said, held = list[object](), Held(handoff.receiver._socket, FRAMES + 1)
+        said, held = list[object](), HeldMessages(handoff.receiver._socket, FRAMES + 1)
         with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
             assert not handoff.receiver.pump(handoff.clock, 10.0), "it has landed once"
         assert said == [Accept(*handoff.transfer, layout.range_bytes(0, FRAMES, 64))]

@@ -2,8 +2,8 @@
 
     client ──► coordinator ◄──(proxy per worker)── workers        prefill ──(proxy per decode worker)──► decode
 
-A :class:`House` starts the system, reports its state (worker events, /admin/workers, /metrics), breaks it, repairs it
-between cells, and at the end verifies that no process, socket or shared memory of it is left.
+A :class:`ChaosCluster` starts the system, reports its state (worker events, /admin/workers, /metrics), breaks it,
+repairs it between cells, and at the end verifies that no process, socket or shared memory of it is left.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FREE_WITHIN_S = 10.0
 _SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{.*\} (\S+)$", re.M)
 _POOL = re.compile(r"^\S+ r(.)\S+ \S+ \S+ (\d+) +/memfd:tandem-kv ", re.M)
-_SETBACKS = re.compile(r"^tandem_(?:retries|migrations)_total (\S+)", re.M)
+_LOST_ATTEMPTS = re.compile(r"^tandem_(?:retries|migrations)_total (\S+)", re.M)
 JSON = {"Content-Type": "application/json"}
 clock = time.monotonic
 
@@ -75,7 +75,7 @@ def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
 
 
 @dataclass
-class Ask:
+class ChaosRequest:
     """One request to POST /v1/completions and its answer. Times are monotonic seconds.
 
     ``sent`` is set when the body has been sent, ``came`` with each token; ``left`` is the phase in which the client
@@ -129,7 +129,7 @@ class Ask:
             "ignore_eos": True, "stream": self.stream, "return_token_ids": True, **self.extra,
         }).encode()  # fmt: skip
 
-    async def send(self, session: aiohttp.ClientSession) -> Ask:
+    async def send(self, session: aiohttp.ClientSession) -> ChaosRequest:
         self.started_at = clock()
         try:
             asked = session.post("/v1/completions", data=self.body(), headers=JSON, trace_request_ctx=self)
@@ -179,7 +179,7 @@ def state_of(pid: int) -> str:
 
 
 @dataclass
-class Worker:
+class ChaosWorker:
     """One worker process, the proxies in front of its sockets, and its events.
 
     ``awake_since`` is when it last continued after it was stopped or hung, ``ended_at`` when its process was found
@@ -234,11 +234,11 @@ class Worker:
         self.process.stdin.write(json.dumps(values).encode() + b"\n")
 
 
-class House:
+class ChaosCluster:
     """One coordinator with ``prefills`` and ``decodes`` workers, or with ``colocated`` ones.
 
-    ``flags`` are passed to every worker, ``door`` to the coordinator. ``planted`` is a bug of the coordinator
-    (:mod:`tests.chaos.planted`) that the harness must detect."""
+    ``flags`` are passed to every worker, ``coordinator_flags`` to the coordinator. ``planted`` is a bug of the
+    coordinator (:mod:`tests.chaos.planted`) that the harness must detect."""
 
     def __init__(
         self,
@@ -248,18 +248,18 @@ class House:
         decodes: int = 2,
         colocated: int = 0,
         flags: tuple[str, ...] = (),
-        door: tuple[str, ...] = (),
+        coordinator_flags: tuple[str, ...] = (),
         planted: str = "",
         seed: int = 0,
     ) -> None:
-        self.directory, self.flags, self.door = directory, flags, door
+        self.directory, self.flags, self.coordinator_flags = directory, flags, coordinator_flags
         self._command = ("tests.chaos.planted", planted) if planted else ("deploy.cli",)
         self.rng = random.Random(seed)
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, ChaosWorker] = {}
         self.coordinator: Process | None = None
         self.url = self.control = ""
         self.beyond_repair = False
-        self.listeners: list[Callable[[Worker, dict[str, Any]], None]] = []
+        self.listeners: list[Callable[[ChaosWorker, dict[str, Any]], None]] = []
         """Called with each event of a worker."""
         self._shape = {"prefill": prefills, "decode": decodes, "colocated": colocated}
         self._news = asyncio.Event()
@@ -270,16 +270,16 @@ class House:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, directory: Path, **options: Any) -> AsyncIterator[House]:
+    async def running(cls, directory: Path, **options: Any) -> AsyncIterator[ChaosCluster]:
         directory.mkdir(parents=True, exist_ok=True)
-        house = cls(directory, **options)
+        cluster = cls(directory, **options)
         try:
-            await house.start()
-            yield house
+            await cluster.start()
+            yield cluster
         except BaseException:
-            await house.kill()
+            await cluster.kill()
             raise
-        await house.close()
+        await cluster.close()
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class House:
             for number in range(count):
                 name = f"{role}-{number}"
                 control, data = await Proxy(self.rng).start(), await Proxy(self.rng).start()
-                self.workers[name] = Worker(name, role, self.flags, control, data)
+                self.workers[name] = ChaosWorker(name, role, self.flags, control, data)
         await asyncio.gather(*(self.start_worker(worker) for worker in self.workers.values()))
         await self.until_ready()
 
@@ -307,7 +307,8 @@ class House:
         with log.open("ab") as out:
             self.coordinator = await self._spawn(
                 "-m", *self._command, "coordinator", str(self.model), "--served-model-name", "oracle",
-                "--port", ports[0], "--control-port", ports[1], *self.door, stdin=DEVNULL, stdout=out, stderr=STDOUT,
+                "--port", ports[0], "--control-port", ports[1], *self.coordinator_flags,
+                stdin=DEVNULL, stdout=out, stderr=STDOUT,
             )  # fmt: skip
         deadline = clock() + START_S
         while not (found := _SERVING.search(log.read_text())):
@@ -316,7 +317,7 @@ class House:
             await asyncio.sleep(0.02)
         self.url, self.control = found.groups()
 
-    async def start_worker(self, worker: Worker, *flags: str) -> None:
+    async def start_worker(self, worker: ChaosWorker, *flags: str) -> None:
         worker.control.aim(self.control)
         worker.incarnation, worker.stopped, worker.events = "", False, []
         worker.awake_since, worker.ended_at = 0.0, float("inf")
@@ -354,7 +355,7 @@ class House:
         self._pids.add(process.pid)
         return process
 
-    async def _read(self, worker: Worker, process: Process) -> None:
+    async def _read(self, worker: ChaosWorker, process: Process) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
             event = json.loads(line)
@@ -426,14 +427,14 @@ class House:
         doors = [each for each in self._incarnations if f"@tandem-kv-{each}" in sockets]
         assert not doors, f"doors of shared pools left: {doors}"
         mapped = [pid.name for pid in Path("/proc").glob("[0-9]*") if self._pools & set.union(*pools_of(int(pid.name)))]
-        assert not mapped, f"processes that still map a pool of this house: {mapped}"
+        assert not mapped, f"processes that still map a pool of this cluster: {mapped}"
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def by_role(self, role: str) -> list[Worker]:
+    def by_role(self, role: str) -> list[ChaosWorker]:
         return [worker for worker in self.workers.values() if worker.role == role]
 
-    def id_of(self, ask: Ask) -> str | None:
+    def id_of(self, ask: ChaosRequest) -> str | None:
         """Return the request's id in hex; None before a worker has accepted it."""
         events = (event for worker in self.workers.values() for event in worker.events)
         return next((each["request"] for each in events if each["event"] == "taken" and each["seed"] == ask.seed), None)
@@ -475,11 +476,11 @@ class House:
         found = _GAUGE.findall((await self.get("/metrics"))[1])
         return {name: int(float(value)) for name, value in found}
 
-    async def setbacks(self) -> float:
+    async def lost_attempts(self) -> float:
         """Return the number of attempts lost so far: retries and migrations."""
-        return sum(map(float, _SETBACKS.findall((await self.get("/metrics"))[1])))
+        return sum(map(float, _LOST_ATTEMPTS.findall((await self.get("/metrics"))[1])))
 
-    async def until_busy(self, worker: Worker, within_s: float = START_S) -> None:
+    async def until_busy(self, worker: ChaosWorker, within_s: float = START_S) -> None:
         """Wait until ``worker`` reports that it has a request."""
         await self.until(lambda: worker.holds[1], within_s, f"{worker.name} has something to do")
 
@@ -623,7 +624,7 @@ class House:
         ) as session:
             yield session
 
-    def ask(self, tokens: int, max_tokens: int, **options: Any) -> Ask:
+    def ask(self, tokens: int, max_tokens: int, **options: Any) -> ChaosRequest:
         """Return a request with a random prompt of ``tokens`` tokens."""
         prompt = [self.rng.randrange(FIRST_FAULT) for _ in range(tokens)]
-        return Ask(prompt, max_tokens, self.rng.getrandbits(63), **options)
+        return ChaosRequest(prompt, max_tokens, self.rng.getrandbits(63), **options)

@@ -31,7 +31,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
-class Door:
+class GatewayHarness:
     """The coordinator's gateway, which reads only when the test calls :meth:`answer`, and dealers with various keys."""
 
     def __init__(self, cluster_key: Path | None, port: int = 0) -> None:
