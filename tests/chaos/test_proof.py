@@ -69,7 +69,7 @@ async def test_a_load_fails_if_a_silent_prefill_worker_is_noticed_late(tmp_path:
     assert f"{figures.first_s:.2f} s to a first token" in figures.late
 
 
-async def test_a_cell_fails_if_an_answer_in_one_piece_is_late_though_somebody_computes_it(tmp_path: Path) -> None:
+async def test_cell_rejects_late_unstreamed_answer(tmp_path: Path) -> None:
     late = ("--failure-timeout", str(LATE_S))
     async with ChaosCluster.running(
         tmp_path / "cluster", flags=matrix.FLAGS + CUT_OFF.cluster.flags, coordinator_flags=late
@@ -87,7 +87,7 @@ async def test_a_cell_fails_if_a_queued_request_has_its_turn_late(tmp_path: Path
         assert "to a token of the request itself" in result.wrong
 
 
-async def test_what_is_left_of_a_dead_workers_pool_is_seen(tmp_path: Path) -> None:
+async def test_cluster_detects_mapped_pool_of_dead_worker(tmp_path: Path) -> None:
     """A decode worker keeps the pool of a dead prefill worker mapped for a lease, since it may only be silent."""
     async with ChaosCluster.running(tmp_path / "cluster", flags=("--kv-transport", "shm"), decodes=1) as cluster:
         assert await cluster.links() == {"shm"}
@@ -133,7 +133,7 @@ async def test_a_cell_fails_if_a_queued_request_outlives_its_client(
 
 
 @pytest.mark.parametrize("cell", [HANGS_UP, PREFILL_DIES], ids=lambda cell: cell.id)
-async def test_a_cell_fails_if_something_is_kept_for_who_has_gone_while_others_stream(
+async def test_cell_rejects_blocks_of_ended_attempt_beside_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
 ) -> None:
     monkeypatch.setattr(matrix, "HELD_S", 1.0)

@@ -67,7 +67,7 @@ def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: EvaluationRe
     assert any(found.startswith("all fell") for found in drops(figures(model=model), baseline, 0.01, 0.05))
 
 
-def test_the_card_says_what_the_baseline_says(baseline: EvaluationReport) -> None:
+def test_model_card_matches_evaluation_baseline(baseline: EvaluationReport) -> None:
     text = (builtin.path() / "MODEL_CARD.md").read_text(encoding="utf-8")
     told = dict(re.findall(r"^\| (\w+) \| \d+ \| ([\d.]+)% \|$", text, re.MULTILINE))
     skills = {skill: f"{100 * found.share:.1f}" for skill, found in baseline.skills.items()}

@@ -322,7 +322,9 @@ def test_a_partition_of_five_seconds_costs_no_answer(cluster: NamespacedCluster)
 @pytest.mark.parametrize(
     ("whose", "words"), [("nobody's", "it requires a key"), ("another cluster's", "keys of another tandem keygen")]
 )
-def test_strangers_are_turned_away_in_words(cluster: NamespacedCluster, tmp_path: Path, whose: str, words: str) -> None:
+def test_coordinator_refuses_worker_with_wrong_key(
+    cluster: NamespacedCluster, tmp_path: Path, whose: str, words: str
+) -> None:
     other = leaked_keys.keygen(tmp_path / "other.key")
     name = f"stranger-{len(cluster.started)}"
     stranger = cluster.worker(cluster.wire.there, "decode", name, other if whose == "another cluster's" else None)

@@ -199,7 +199,7 @@ async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system:
     assert again == (whole * 4 // 100 if first == second else whole)
 
 
-async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: RunningSystem) -> None:
+async def test_metrics_export_exposed_handoff_time(setup: Setup, system: RunningSystem) -> None:
     """The exposed hand-off time appears in /metrics, soon after the answer if the sender had no core before that."""
     name = 'tandem_stage_seconds_sum{stage="transfer_exposed"}'
     async with system.client() as client:

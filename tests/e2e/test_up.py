@@ -220,7 +220,7 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start_quickly:
 
 
 @pytest.mark.parametrize("words", ["--threads 1", "--colocated 1 --threads 2"])
-def test_who_has_nothing_to_do_sleeps(words: str, start_quickly: Callable[..., Up]) -> None:
+def test_idle_processes_use_no_cpu(words: str, start_quickly: Callable[..., Up]) -> None:
     """After a prompt and an answer all processes together are nearly idle: none polls, and no thread spins for long."""
     up = start_quickly(*words.split())
     server = up.server()

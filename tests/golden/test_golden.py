@@ -105,7 +105,7 @@ def test_lines_that_are_missing_or_new_are_found() -> None:
         assert f"the end is another (100 lines then, {len(other)} now)" in difference(kept, other, 3)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_store_reads_written_records(tmp_path: Path) -> None:
     file = tmp_path / "file"
     digests = {"a key of words": Digest.of(LINES), "b": Digest.of([]), "c": Digest.of(LINES, 16)}
     write_digests(file, digests.items())
@@ -115,7 +115,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_whole(file) == whole
 
 
-def test_the_tool_names_what_is_not_there() -> None:
+def test_diff_tool_names_unknown_key() -> None:
     done = tool("wire", "--key", "nothing")
     assert done.returncode == 2 and "nothing is frozen as 'nothing'; see wire.json" in done.stderr
 
@@ -132,7 +132,7 @@ def test_a_place_that_refuses_is_named_without_its_line() -> None:
     )
 
 
-def test_only_the_adapter_imports_what_is_tested() -> None:
+def test_only_adapter_and_troubles_import_product() -> None:
     """A renamed module must require changes in these two files only."""
     own = Path(__file__).parent
     rooms = ("common", "coordinator", "prefill", "decode", "kvtransfer", "deploy", "bench")

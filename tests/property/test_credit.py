@@ -45,7 +45,7 @@ def test_no_sum_is_ever_exceeded_and_limits_only_move_forward(steps: list[tuple[
 
 
 @given(st.integers(1, 200), st.integers(1, 12))
-def test_those_who_wait_leave_half_to_those_who_send_in_equal_shares(waiting: int, sending: int) -> None:
+def test_credit_divides_half_equally_among_senders(waiting: int, sending: int) -> None:
     book = CreditBook(TOTAL, TOTAL, EACH)
     for number in range(waiting + sending):
         book.open(transfer(number), "peer")
@@ -60,7 +60,7 @@ def test_those_who_wait_leave_half_to_those_who_send_in_equal_shares(waiting: in
     assert max(shares) - min(shares) <= 1
 
 
-def test_a_repeated_announcement_gets_what_it_had() -> None:
+def test_credit_repeats_grant_for_repeated_announcement() -> None:
     book = CreditBook(TOTAL, PEER, EACH)
     assert book.open(transfer(1), "a") == book.open(transfer(1), "a") == EACH
     assert book.landed(transfer(1), 30) == book.landed(transfer(1), 30) == book.landed(transfer(1), 10) == EACH

@@ -109,7 +109,7 @@ def test_read_and_write_agree_with_the_definition(data: st.DataObject) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
+def test_pool_writes_ranges_of_any_other_layout(data: st.DataObject) -> None:
     """The two pools may differ in block size, element type and head split; each element lands in its place."""
     shards = [data.draw(st.sampled_from(SHARDS)) for _ in range(2)]
     shape = data.draw(layer_lists(lcm(*shards)))
@@ -142,7 +142,7 @@ def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_what_is_taken_is_what_would_be_read_and_written(data: st.DataObject) -> None:
+def test_take_equals_read_then_write(data: st.DataObject) -> None:
     """A direct take between pools with byte-identical rows equals a read and a write, whatever their block sizes."""
     shape, dtype = data.draw(layer_lists()), data.draw(st.sampled_from(DTYPES))
     sender, receiver = (
@@ -203,7 +203,7 @@ def test_the_copy_in_one_pass_was_compiled() -> None:
     assert pieces.are_compiled(), "no compiled function: `make install` compiles it, with a C compiler"
 
 
-def test_what_is_not_there_is_not_taken() -> None:
+def test_take_refuses_blocks_outside_pool() -> None:
     layout = KvLayout((LayerLayout(2, 4, 4),) * 2, "float32", 16)
     sender, receiver = KvMemory(layout, 3), KvMemory(layout, 3)
     reader = KvMemory.attach(os.dup(receiver.fd), layout, 3)
@@ -337,7 +337,7 @@ def test_an_impossible_layout_is_refused(dtype: Any, block_size: int) -> None:
         KvLayout(LAYOUT.layers, dtype, block_size)
 
 
-def test_the_fingerprint_names_what_the_bytes_mean() -> None:
+def test_layout_fingerprint_depends_on_layer_shapes_only() -> None:
     base = KvLayout((LayerLayout(2, 4, 4), LayerLayout(2, 4, 4)), "float32", 16)
     assert base.fingerprint == KvLayout(base.layers, "bfloat16", 32, 2).fingerprint
     others = [
@@ -349,7 +349,7 @@ def test_the_fingerprint_names_what_the_bytes_mean() -> None:
 
 
 @needs_populate
-def test_populated_bytes_have_memory_and_keep_what_is_in_them() -> None:
+def test_populate_allocates_memory_and_keeps_contents() -> None:
     layout = KvLayout((LayerLayout(2, 64, 64),), "bfloat16", 16)
     memory = KvMemory(layout, 64)
     size = layout.block_bytes * 64

@@ -403,7 +403,7 @@ def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None
     assert not planner.parked
 
 
-def test_who_lost_another_worker_and_waits_for_blocks_was_not_parked() -> None:
+def test_planner_does_not_count_waiting_retry_as_parked() -> None:
     planner = small(blocks=2)
     planner.add(simple(8, 5))
     advance(planner)
@@ -443,7 +443,7 @@ def test_a_stream_that_lost_its_worker_is_not_kept_waiting_by_as_many_as_a_step_
 
 
 @pytest.mark.parametrize("kind", ["of a better priority", "a stream that lost its worker"])
-def test_who_outranks_those_that_run_is_not_kept_waiting_by_them(kind: str) -> None:
+def test_planner_serves_higher_ranked_sequence_beside_full_batch(kind: str) -> None:
     """The running sequences were all admitted from their prompts, as many as a step has places."""
     planner = small(blocks=60)
     for index in range(4):
@@ -469,7 +469,7 @@ def test_a_failed_segment_is_not_counted_as_computed() -> None:
     assert not planner
 
 
-def test_what_left_during_a_step_is_ignored_when_it_completes() -> None:
+def test_complete_ignores_sequence_finished_during_step() -> None:
     planner = small(blocks=4)
     planner.add(sequence := simple(8, 4))
     batch = planner.plan()

@@ -140,7 +140,7 @@ def test_a_table_that_was_dropped_from_its_end_comes_back_as_one_run() -> None:
     assert pool.take(4, HOLDERS[0]) == blocks == [3, 4, 5, 6]
 
 
-def test_a_refusal_names_who_holds_what() -> None:
+def test_out_of_blocks_error_names_holders() -> None:
     pool = BlockPool(4)
     pool.take(3, HOLDERS[0])
     with pytest.raises(OutOfBlocks, match=r"seq:b/0/0 wants 2 blocks, 1 free, 0 evictable; held by: seq:a/0/0 3"):

@@ -24,7 +24,7 @@ def shown(position: int) -> Logprobs:
     st.lists(st.tuples(st.sampled_from((1, 2, 50, MAX_SPANS - 1, MAX_SPANS, LONGEST)), st.booleans()), max_size=6),
     st.integers(0, 5),
 )
-def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], skipped: int) -> None:
+def test_encoder_splits_spans_without_loss_or_reordering(spans: list[tuple[int, bool]], skipped: int) -> None:
     """``skipped``: tokens whose log-probabilities another worker has already reported."""
     writer, lives = TokenSpanEncoder(), [RequestState(1) for _ in spans]
     for number, (length, wanted) in enumerate(spans):
@@ -64,7 +64,7 @@ def test_as_many_spans_as_there_are_sequences() -> None:
     assert [len(message.counts) for message in writer.messages()] == [MAX_SPANS, MAX_SPANS, 1]
 
 
-def test_the_newest_token_of_a_stream_is_told_as_any_other_span() -> None:
+def test_encoder_short_path_equals_general_path() -> None:
     """The short path for one new token per step encodes the same spans as the general one, also when a message is
     full."""
     sequence = Sequence(Request(new_request_id(), pack_tokens([1, 2]), SamplingParams(9, 0, stop_token_ids=(7,))), 0)

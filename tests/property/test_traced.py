@@ -58,7 +58,7 @@ def test_operations_are_those_of_strings_and_keep_origins(text: Traced, other: s
 
 
 @given(other=foreign)
-def test_what_an_operation_does_not_know_is_the_clients(other: str) -> None:
+def test_traced_string_marks_unknown_operands_as_client_text(other: str) -> None:
     mine = written("a{}%d")
     for result in (mine.format(other), mine.center(20), mine.replace("", other), mine % 5, f"{mine}{other}"):
         assert not any(origins(result))

@@ -320,7 +320,7 @@ def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> 
 @example("zmq", 95001, 0.1)
 @example("zmq", 8633, 0.1)  # all answers to one frame are lost, and then the Cancel
 @example("shm", 567, 0.02)
-def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: str, seed: int, rate: float) -> None:
+def test_damaged_frames_delay_transfers_without_ban(transport: str, seed: int, rate: float) -> None:
     """At a total damage rate of 0.3, all repeats of one frame may be damaged until the sender's patience ends. Its
     hand-off is then given up, as on a dead line. If the Cancel is damaged too, the receiver's lease ends the
     hand-off."""
@@ -383,7 +383,7 @@ def test_nothing_is_held_longer_than_promised_for_a_peer_that_is_dead(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_blocks_that_are_given_to_others_on_the_way_are_read_again_and_cut_nobody_off(seed: int) -> None:
+def test_receiver_rereads_reassigned_blocks_without_ban(seed: int) -> None:
     pair, rng = TransferPair("shm", seed), Random(seed)
     try:
         for landed in range(SLOTS, 5 * SLOTS, SLOTS):
@@ -402,7 +402,7 @@ def test_blocks_that_are_given_to_others_on_the_way_are_read_again_and_cut_nobod
 
 
 @pytest.mark.parametrize(("step_s", "waits_s"), [(0.1, 2.0), (3.0, 12.0)])
-def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, waits_s: float) -> None:
+def test_sender_waits_through_announced_long_step(step_s: float, waits_s: float) -> None:
     pair = TransferPair("zmq", 1)
     pair.begin(0)
     pair.turn()
@@ -417,7 +417,7 @@ def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, wa
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_who_was_told_of_shorter_steps_is_told_of_a_long_one(granted: bool) -> None:
+def test_receiver_announces_longer_step_to_every_sender(granted: bool) -> None:
     """The receiver has just had an unannounced step of 3 s, so its ``step_s`` is already 3 s. Senders that it answered
     before know a shorter one, and must still be sent the long one."""
     pair = TransferPair("zmq", 1)

@@ -187,7 +187,7 @@ def test_a_commit_with_one_wrong_figure_is_refused(case: tuple[int, int, int, li
     assert field in receiver.objection(Commit(**wrong))
 
 
-def test_who_does_not_answer_is_sent_everything_once_more_and_then_one_frame_at_a_time() -> None:
+def test_sender_retransmits_all_frames_once_then_oldest_frame_only() -> None:
     layout = make_layout(1)
     size = layout.range_bytes(0, 1, 1)
     sender = SenderSession(TRANSFER, layout, 8, 0.0, TransferLimits(frame_bytes=size))

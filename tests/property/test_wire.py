@@ -425,7 +425,7 @@ def test_msgspec_writes_the_same(data: bytes) -> None:
     assert msgspec.msgpack.encode(message) == packed
 
 
-def test_limits_leave_room_for_what_is_sent() -> None:
+def test_wire_limits_exceed_largest_messages() -> None:
     assert MAX_ARRAY_ITEMS >= MAX_SPANS
     assert MAX_MAP_ITEMS >= MAX_BIASES
     assert MAX_STRING_BYTES >= 4 * MAX_TEXT
@@ -550,7 +550,7 @@ def test_too_large_a_message_is_refused_before_it_is_parsed() -> None:
     assert not isinstance(caught.value, Damaged)
 
 
-def test_what_the_line_has_made_too_large_is_not_its_senders_fault() -> None:
+def test_oversized_message_counts_as_damage() -> None:
     with pytest.raises(Damaged):
         decode(bytes(MAX_MESSAGE_BYTES + 1), ToWorker)
 

@@ -170,7 +170,7 @@ NO_ORIGINS = [
 
 
 @pytest.mark.parametrize("given", NO_ORIGINS)
-def test_what_is_no_origin_is_refused_at_the_start(given: str) -> None:
+def test_start_refuses_invalid_origin(given: str) -> None:
     done = _config("--allowed-origins", given)
     assert done.returncode == 1 and "--allowed-origins cannot be" in done.stderr
 

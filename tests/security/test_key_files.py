@@ -72,7 +72,7 @@ def test_a_file_of_its_owner_alone_is_taken(tmp_path: Path, mode: int) -> None:
     assert _start("coordinator", "--api-key-file", _file(tmp_path, new_key(), mode)).returncode == 0
 
 
-def test_what_a_link_leads_to_counts(tmp_path: Path) -> None:
+def test_key_file_check_follows_symlink(tmp_path: Path) -> None:
     path, link = _file(tmp_path, new_key(), 0o644), tmp_path / "link"
     link.symlink_to(path)
     _refused(_start("coordinator", "--api-key-file", link), link, "other users", f"chmod 600 {link}")

@@ -71,7 +71,7 @@ def test_silent_connections_up_to_the_limit_are_one_line(system: RunningSystem) 
         assert time.monotonic() < deadline, "they have left"
 
 
-def test_a_limit_that_is_met_without_a_connection_is_told(system: RunningSystem) -> None:
+def test_coordinator_logs_exhausted_file_limit(system: RunningSystem) -> None:
     def leave_none() -> None:
         """Lower the limit to the first free descriptor. This is repeated because a lower one, for example of an earlier
         connection, may be closed meanwhile."""

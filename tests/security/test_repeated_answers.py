@@ -63,7 +63,9 @@ def _cut(server: RunningSystem) -> float:
         ("/detokenize", {"tokens": [LONG_TOKEN] * TOKENS}),
     ],
 )
-def test_who_takes_nothing_of_an_answer_is_cut(server: RunningSystem, path: str, asked: dict[str, Any]) -> None:
+def test_server_closes_connection_of_client_that_reads_nothing(
+    server: RunningSystem, path: str, asked: dict[str, Any]
+) -> None:
     before, place = _cut(server), urlsplit(server.url)
     sent = request("POST", path, body=json.dumps(asked, separators=(",", ":")).encode())
     with socket.socket() as connection:

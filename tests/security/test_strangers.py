@@ -250,7 +250,7 @@ def shown(processes: Sequence[psutil.Process]) -> bytes:
     return b"".join(table.read_bytes() for table in tables)
 
 
-def test_a_worker_with_a_key_joins_and_takes_nobodys_name(tmp_path: Path) -> None:
+def test_external_worker_joins_and_cannot_take_used_name(tmp_path: Path) -> None:
     """Two workers not started by the launcher: one with a new name, and one that calls itself decode-0."""
     host, keys = own_address(), keygen(tmp_path / "cluster.key")
     (tmp_path / "keys").write_text(KEY + "\n")

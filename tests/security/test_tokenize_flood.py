@@ -309,7 +309,7 @@ async def test_chats_do_not_wait_for_many_small_requests(served: RunningSystem) 
     assert memory.most < MOST_RSS, f"{waits}, {memory.most // MIB} MiB"
 
 
-async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: RunningSystem) -> None:
+async def test_many_choices_and_stop_strings_do_not_delay_other_requests(served: RunningSystem) -> None:
     """One request of 50 KB asks for 1,024 choices with 16 stop strings that have nothing in common. Workers compute
     them until the client hangs up, so the test times /health instead of a chat."""
     letters = "".join(chr(0x4E00 + at) for at in range(16 * 1024))
@@ -329,7 +329,7 @@ async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: Running
     assert memory.most < MOST_RSS, f"{waits}, {memory.most // MIB} MiB"
 
 
-async def test_what_cannot_fit_the_context_is_refused_at_once(
+async def test_text_beyond_context_length_is_refused_early(
     served: RunningSystem, attacks: dict[str, tuple[str, bytes]]
 ) -> None:
     async with served.client() as client:
@@ -360,7 +360,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
         yield system
 
 
-async def test_long_texts_that_fit_the_context_keep_nobody_waiting(
+async def test_long_texts_do_not_delay_other_requests(
     large: RunningSystem, attacks: dict[str, tuple[str, bytes]]
 ) -> None:
     async def tokenize() -> None:

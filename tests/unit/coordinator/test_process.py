@@ -99,7 +99,7 @@ def test_an_ipv6_host_makes_an_url_that_works(model: Path) -> None:
 
 
 @pytest.mark.parametrize("ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
-def test_a_second_signal_does_not_wait_for_what_runs(
+def test_second_signal_ends_running_requests(
     model: Path, ctrl_c: signal.Handlers, request: pytest.FixtureRequest
 ) -> None:
     """Also where SIGINT is ignored, as in background jobs of a shell, and without a launcher."""
@@ -134,6 +134,6 @@ def test_busy_ports_are_failed_starts(model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"host": "0.0.0.0"}, {"control_host": "0.0.0.0"}, {"max_model_len": 1 << 30}])
-def test_what_must_be_said_explicitly(model: Path, options: dict[str, Any]) -> None:
+def test_coordinator_refuses_unsafe_options(model: Path, options: dict[str, Any]) -> None:
     with pytest.raises(StartError):
         run(CoordinatorConfig(**{"model": str(model), "port": 0, "control_port": 0, **options}))

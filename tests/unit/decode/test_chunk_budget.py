@@ -43,7 +43,7 @@ def test_a_step_with_a_chunk_takes_as_many_times_as_long_as_it_may() -> None:
         assert room - MULTIPLE <= most <= room
 
 
-def test_what_so_many_streams_take_alone_is_looked_at_not_guessed() -> None:
+def test_chunk_budget_measures_step_without_chunk_first() -> None:
     """An estimate from fewer streams would be too low and a token's cost would seem too high. Chunks would then stay
     small for as long as there are prompts, since no step would be without one."""
     chunks = taught(linear, (8, 0), (8, 64))
@@ -69,7 +69,7 @@ def test_as_long_as_nothing_is_known_chunks_are_small() -> None:
     assert taught(linear, (3, FIRST_TOKENS), (3, 0)).most(3, more_come=True) == FIRST_TOKENS
 
 
-def test_small_chunks_tell_nothing_about_what_a_token_adds() -> None:
+def test_chunk_budget_learns_nothing_from_small_chunks() -> None:
     """The last tokens of a prompt take no more time than the streams' steps vary by."""
     chunks = taught(linear, (10, 0), (10, 64))
     before = chunks.most(10, more_come=True)
@@ -98,7 +98,7 @@ def test_tokens_that_add_nothing_for_long_are_no_error() -> None:
     assert most is not None and most > 10_000
 
 
-def test_what_steps_take_now_counts() -> None:
+def test_chunk_budget_follows_recent_step_times() -> None:
     chunks = taught(linear, (10, 0), (10, 64))
     for _ in range(60):
         chunks.took(step(10, 0), 0.1)

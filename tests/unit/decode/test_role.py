@@ -26,7 +26,7 @@ def test_whole_requests_on_one_worker(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("role", "most"), [("decode", 64), ("colocated", 255)])
-def test_a_decode_worker_computes_of_a_prompt_what_its_streams_bear(bench: Bench, role: str, most: int) -> None:
+def test_decode_worker_limits_prompt_chunks(bench: Bench, role: str, most: int) -> None:
     """A decode worker limits prompt chunks to protect its streams; a colocated worker fills the step."""
     worker = bench.add(role, OracleEngine(64), max_num_batched_tokens=256)
     assert isinstance(worker, DecodeWorker)
@@ -73,7 +73,7 @@ def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_what_has_finished_can_be_told_again_for_a_while_and_keeps_no_prompt(
+def test_output_history_resends_finished_output_without_prompt(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
 ) -> None:
     worker = bench.add("colocated", OracleEngine(64))

@@ -41,7 +41,7 @@ def test_a_stream_that_runs_on_is_held_for_its_client() -> None:
     assert kept(decode, aa=117.0) == 3.0
 
 
-def test_what_is_kept_of_a_lost_attempt_is_seen_while_the_next_one_streams() -> None:
+def test_orphaned_time_covers_lost_attempt_during_retry() -> None:
     """The bug: decode never freed the blocks that a dead prefill worker was to fill."""
     prefill = worker("prefill", held(90.0, (STREAM, 0)), ended_at=STRUCK_AT)
     decode = worker(
@@ -52,12 +52,12 @@ def test_what_is_kept_of_a_lost_attempt_is_seen_while_the_next_one_streams() -> 
     assert kept(prefill, decode, aa=140.0) == 2.0
 
 
-def test_what_is_kept_for_a_client_that_has_gone_is_seen_while_others_stream() -> None:
+def test_orphaned_time_covers_disconnected_client_beside_streams() -> None:
     both, one = ((STREAM, 0), (OTHER, 0)), ((STREAM, 0),)
     assert kept(worker("decode", held(90.0, *both), held(112.0, *one), held(140.0)), aa=140.0) == 12.0
 
 
-def test_what_prefill_keeps_after_decode_has_begun_is_held_for_nobody() -> None:
+def test_orphaned_time_covers_prefill_blocks_after_decode_starts() -> None:
     prefill, decode = (
         worker("prefill", held(99.0, (STREAM, 0)), held(110.0)),
         worker("decode", held(99.0, (STREAM, 0)), decodes(104.0, STREAM, 0), decodes(105.0, STREAM, 0), held(130.0)),
@@ -65,14 +65,14 @@ def test_what_prefill_keeps_after_decode_has_begun_is_held_for_nobody() -> None:
     assert kept(prefill, decode, aa=130.0) == 6.0
 
 
-def test_what_is_never_given_back_is_held_to_the_end_of_the_process_or_until_now() -> None:
+def test_orphaned_time_ends_with_process_or_observation() -> None:
     keeps = held(90.0, (OTHER, 0))
     assert kept(worker("decode", keeps)) == OVER_AT - STRUCK_AT
     assert kept(worker("decode", keeps, ended_at=107.0)) == 7.0
 
 
 @pytest.mark.parametrize(("given_back_at", "seconds"), [(103.5, 0.5), (101.0, 0.0)])
-def test_who_was_stopped_is_looked_at_from_when_it_goes_on(given_back_at: float, seconds: float) -> None:
+def test_orphaned_time_starts_when_stopped_worker_continues(given_back_at: float, seconds: float) -> None:
     assert kept(worker("decode", held(90.0, (STREAM, 0)), held(given_back_at), awake_since=103.0)) == seconds
 
 

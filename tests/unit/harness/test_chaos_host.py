@@ -37,7 +37,7 @@ def spend(clock: list[Times], busy_s: float, stolen_s: float) -> None:
     clock.append(then._replace(user=then.user + busy_s, idle=then.idle + 50.0, steal=then.steal + stolen_s))
 
 
-def test_a_share_is_of_the_time_for_which_somebody_wanted_a_core(clock: list[Times]) -> None:
+def test_taken_share_is_relative_to_wanted_time(clock: list[Times]) -> None:
     taken = Taken()
     assert taken.share() == 0.0
     spend(clock, 3.0, 1.0)
@@ -49,9 +49,7 @@ def test_a_share_is_of_the_time_for_which_somebody_wanted_a_core(clock: list[Tim
     [("late", 2 * TAKEN, TRIES), ("late", TAKEN / 2, 1), ("", 0.9, 1)],
     ids=["the host's fault", "our fault", "in time"],
 )
-async def test_what_is_late_while_the_host_takes_the_cores_is_played_again(
-    clock: list[Times], late: str, share: float, plays: int
-) -> None:
+async def test_late_run_on_disturbed_host_is_repeated(clock: list[Times], late: str, share: float, plays: int) -> None:
     played = 0
 
     async def play() -> int:

@@ -25,7 +25,7 @@ def refused() -> ChaosRequest:
     )
 
 
-def test_the_gaps_of_who_is_served_are_told_and_compared_with_the_peak() -> None:
+def test_overload_judges_gaps_of_served_requests_against_peak() -> None:
     for last_s, late in ((0.04, False), (0.2, True)):
         figures = Figures("twice")
         p99_s = judge_gaps(figures, [served(0.03, 0.03), served(0.02, last_s), refused()], 0.03)
@@ -41,12 +41,12 @@ def test_a_stream_that_had_no_time_for_all_its_tokens_waited_for_the_next_to_its
     assert abs(figures.gap_s - 0.5) < 1e-9 and figures.late
 
 
-def test_the_peak_itself_is_only_told() -> None:
+def test_peak_load_gaps_are_reported_without_verdict() -> None:
     figures = Figures("peak")
     judge_gaps(figures, [served(0.5)], 0.0)
     assert figures.passed and figures.gap_s == 0.5
 
 
-def test_nobody_served_has_no_gaps() -> None:
+def test_gaps_without_served_requests_are_zero() -> None:
     figures = Figures("thrice")
     assert judge_gaps(figures, [refused()], 0.03) == 0.0 and figures.gap_s == 0.0

@@ -44,7 +44,7 @@ def test_messages_come_out_whole_however_the_bytes_come_in() -> None:
         assert parser.identity == "me|one"
 
 
-def test_messages_are_told_apart() -> None:
+def test_proxy_distinguishes_messages() -> None:
     assert is_frame(FRAME) and not is_frame(COMMIT) and not is_frame(FRAME[:1])
     assert is_a("open", "commit")(COMMIT) and not is_a("open")(COMMIT) and not is_a("commit")([*COMMIT, b""])
     for tag, data in GOLDEN.items():
@@ -117,7 +117,7 @@ async def line() -> AsyncIterator[Line]:
         ("reorder", [OTHER, FRAME, COMMIT]),
     ],
 )
-async def test_a_rule_strikes_what_it_matches_so_many_times(action: Action, arrives: list[Parts]) -> None:
+async def test_proxy_rule_applies_up_to_its_limit(action: Action, arrives: list[Parts]) -> None:
     async with line() as at:
         rule = Rule(action, is_frame, limit=1)
         at.proxy.rules.append(rule)
@@ -160,7 +160,7 @@ async def test_other_directions_and_other_peers_are_left_alone() -> None:
         assert not at.proxy.done["drop"] and not at.proxy.done["black_hole"]
 
 
-async def test_what_is_held_is_not_lost() -> None:
+async def test_proxy_delivers_held_messages_after_release() -> None:
     async with line() as at:
         held = at.proxy.hold_at(is_frame)
         await at.say(OTHER, FRAME, COMMIT)
@@ -185,7 +185,7 @@ async def test_a_black_hole_swallows_and_leaves_the_connection() -> None:
         await at.until("reset")
 
 
-async def test_who_dialled_into_a_black_hole_dials_again_when_it_is_whole() -> None:
+async def test_proxy_resets_black_holed_connection_when_healed() -> None:
     async with line() as at:
         at.proxy.black_hole = True
         reader, writer = await asyncio.open_connection("127.0.0.1", at.proxy.port)

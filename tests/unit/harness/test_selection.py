@@ -82,7 +82,7 @@ def test_marked_grids_are_sampled_alike_in_every_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_fast_can_be_collected() -> None:
+def test_fast_tests_collect_without_torch() -> None:
     """Each module is imported with the hook that forbids torch: a new one that needs torch must be in the list."""
     command = [sys.executable, "-m", "pytest", "--fast", "--collect-only", "-q", "tests"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -116,7 +116,7 @@ def test_what_is_fast_can_be_collected() -> None:
         ("from multiprocessing.util import spawnv_passfds as s; s(b'/bin/true', [b'a'], ())", "a fast test starts"),
     ],
 )
-def test_what_is_not_fast_is_refused(does: str, said: str) -> None:
+def test_fast_mode_refuses_slow_operations(does: str, said: str) -> None:
     program = f"from tests import selection\nselection.forbid()\n{does}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1 and said in done.stderr

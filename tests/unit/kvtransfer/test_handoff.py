@@ -142,7 +142,7 @@ def test_a_first_token_that_ends_the_request_ships_nothing(pair: Bench) -> None:
     pair.check(request)
 
 
-def test_a_retry_continues_after_what_was_emitted(pair: Bench) -> None:
+def test_retry_continues_after_emitted_tokens(pair: Bench) -> None:
     request = make_request(50, 12)
     emitted = oracle_stream(request.prompt_tokens(), request.sampling.seed, 0, 7)
     retry = Request(request.id, request.prompt, request.sampling, emitted=(pack_tokens(emitted),))
@@ -226,7 +226,7 @@ def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench
     assert [values.get("decode_wait_ms") is None for values in told] == [True, False], "once, and once by decode"
 
 
-def test_prompts_that_all_wait_for_decode_keep_what_they_have(bench: Bench) -> None:
+def test_prompts_waiting_for_decode_keep_their_blocks(bench: Bench) -> None:
     prefill = bench.add("prefill", OracleEngine(14, 16))
     bench.add("decode", OracleEngine(64, 16))
     first, second = make_request(150, 5), make_request(150, 5)
@@ -279,7 +279,7 @@ def test_the_prefix_cache_is_asked_once_per_request_where_it_is_computed(bench: 
     assert (prefill.planner.queried_tokens, decode.planner.queried_tokens) == (190, 0)
 
 
-def test_decode_tells_what_prefill_had_cached(pair: Bench) -> None:
+def test_decode_reports_cached_tokens_of_prefill(pair: Bench) -> None:
     """Decode's whole answer may overtake prefill's messages, and the answer's usage counts these tokens."""
     first = make_request(100, 4)
     again = msgspec.structs.replace(first, id=make_request(100, 4).id)
@@ -302,7 +302,7 @@ def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
     assert [each.link for each in bench.shipped(request)] == ["zmq"]
 
 
-def test_an_announcement_that_nobody_repeats_is_forgotten_after_the_lease(bench: Bench) -> None:
+def test_unrepeated_announcement_expires_after_lease(bench: Bench) -> None:
     """The sender died and the coordinator aborted the request while the announcement was unread. After the lease the
     receiver waits for no sender, and streams need not leave time for transfers."""
     bench.lease_ms = 300

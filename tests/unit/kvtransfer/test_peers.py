@@ -83,7 +83,7 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: P
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) -> None:
+def test_replayed_announcement_cannot_ship(first: bool) -> None:
     """Without CURVE, over a connection of its own, before the blocks are reserved. A thief that announces after the
     sender is ignored. One that announces ``first`` is granted, but its Commit is rejected."""
     engine, here, there = OracleEngine(blocks=8), Channels(), Channels()

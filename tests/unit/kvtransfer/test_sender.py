@@ -172,7 +172,7 @@ def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meetin
     assert sum(queued) <= 2 * QUEUE_BYTES + len(queued) * slack
 
 
-def test_what_was_queued_for_a_peer_that_has_died_is_given_back_within_a_lease(meeting: Meeting) -> None:
+def test_sender_frees_queue_of_dead_peer_within_lease(meeting: Meeting) -> None:
     """The coordinator aborts the hand-offs before the sender notices the death."""
     transfers = [meeting.ship() for _ in range(4)]
     for transfer in transfers:
@@ -188,7 +188,7 @@ def test_what_was_queued_for_a_peer_that_has_died_is_given_back_within_a_lease(m
         assert meeting.now - died_at < 10.0, "the longest that anything is held for a dead peer"
 
 
-def test_who_has_not_waited_as_long_goes_on_over_a_new_connection(meeting: Meeting) -> None:
+def test_younger_transfer_continues_over_new_connection(meeting: Meeting) -> None:
     early = meeting.ship()
     meeting.grant(early)
     for _ in range(int(1.7 / TURN_S)):
@@ -231,7 +231,7 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
 
 
 @pytest.mark.parametrize("says", ["grant", "heard"])
-def test_a_peer_that_only_repeats_what_it_said_before_the_first_frame_is_given_up(meeting: Meeting, says: str) -> None:
+def test_sender_gives_up_peer_that_repeats_first_answer(meeting: Meeting, says: str) -> None:
     """A peer does so if every frame reaches it damaged: it knows the hand-off, but makes no progress."""
     transfer = meeting.ship()
     meeting.grant(transfer)
@@ -272,7 +272,7 @@ def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(mee
     assert [each.transfer for each in ended] == [second]
 
 
-def test_who_has_nothing_to_send_is_not_behind_however_short_the_time(meeting: Meeting) -> None:
+def test_idle_sender_is_not_behind(meeting: Meeting) -> None:
     for _ in range(20):
         meeting.wait()
     meeting.sender.pump(meeting.now, 0.0)

@@ -120,7 +120,7 @@ def out_of_reach(meeting: Meeting, message: Any) -> bool:
     return isinstance(message, Cancel) and "out of reach" in message.reason
 
 
-def test_nobody_waits_at_a_door_that_is_opened_late(meeting: Meeting) -> None:
+def test_receiver_does_not_block_on_late_pool_endpoint(meeting: Meeting) -> None:
     meeting.stand_still()
     first, second = meeting.announce(), meeting.announce()
     assert isinstance(meeting.answer(first), Heard), "virtual time stands still: it did not wait"
@@ -219,7 +219,7 @@ def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_nothing_is_taken_at_a_door_of_another_user() -> None:
+def test_pool_endpoint_of_other_user_is_refused() -> None:
     """Once a pool's owner has died, another user can take its address while the owner's frames are still in flight."""
     address = f"tandem-kv-{new_incarnation()}"
     program = (

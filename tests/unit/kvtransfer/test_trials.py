@@ -81,7 +81,7 @@ def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_second_signal_stops_what_would_go_on(bench: Bench, role: str) -> None:
+def test_second_signal_stops_draining_worker(bench: Bench, role: str) -> None:
     """Prefill waits for a grant that never comes, decode for the end of a long answer: draining would take long."""
     bench.add("prefill", OracleEngine(64))
     bench.add("decode", OracleEngine(64))

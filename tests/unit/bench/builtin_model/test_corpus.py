@@ -106,7 +106,7 @@ def test_every_reference_answer_is_right(skill: str) -> None:
         assert verdict.right and verdict.valid, (item.messages, verdict)
 
 
-def test_the_golden_file_is_what_the_corpus_makes() -> None:
+def test_golden_file_matches_corpus() -> None:
     records, _ = read_golden(GOLDEN)
     assert records == [json.loads(json.dumps(corpus.record(item))) for item in corpus.golden()]
     counts = Counter(record["skill"] for record in records)
@@ -269,7 +269,7 @@ def test_training_and_serving_render_alike(render: Any, tokenizer: Tokenizer) ->
         assert tokenizer.encode(text, add_special_tokens=False).ids == encoder.prompt(item.messages[:-1], item.tools)
 
 
-def test_only_what_the_assistant_says_is_learnt(tokenizer: Tokenizer) -> None:
+def test_encoder_weights_only_assistant_tokens(tokenizer: Tokenizer) -> None:
     from bench.builtin_model.training.tokenizer import Encoder
 
     item = corpus.SKILLS["arithmetic"](Random(9))

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_read_as_it_was_written_and_its_draft_beside_it(encoder:
     assert "| world | 4 | 50.0% |" in (tmp_path / "out" / "MODEL_CARD.md").read_text()
 
 
-def test_answers_do_not_depend_on_what_is_asked_beside_them(encoder: Encoder, tmp_path: Path) -> None:
+def test_batched_answers_equal_single_answers(encoder: Encoder, tmp_path: Path) -> None:
     model = train(TINY, encoder, tmp_path / "model", stop_at=2)
     items = golden()[:3]
     together = figures.answers(model, encoder, items)
@@ -70,7 +70,7 @@ def test_the_loss_curve_is_a_picture(encoder: Encoder, tmp_path: Path) -> None:
     assert picture is not None and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_batches_hold_every_row_whole_and_weigh_only_what_is_said(encoder: Encoder) -> None:
+def test_batches_are_repeatable_and_give_padding_no_weight(encoder: Encoder) -> None:
     batches = Batches(encoder, TINY)
     pieces, again = batches[4], batches[4]
     batches.close()

@@ -59,7 +59,7 @@ def test_a_gain_in_every_round_is_advised() -> None:
     assert "3.00 (2.50 to 3.50) times as long with 1c" in lines[1]
 
 
-def test_what_is_as_good_together_stays_together() -> None:
+def test_verdict_keeps_colocated_on_equal_goodput() -> None:
     """Short prompts and a light load: all requests are inside the objectives with both systems."""
     lines = verdict([outcome("1p1d", (100, 10), (100, 10)), outcome("1c", (100, 12), (100, 12))], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 times")
@@ -95,7 +95,7 @@ def test_a_system_that_never_meets_the_objectives_counts_nothing() -> None:
     assert lines[0] == "Disaggregate, as 1p1d: 1c has no request inside ttft:1000 tpot:40 (ms)."
 
 
-def test_what_was_better_in_one_round_alone_is_not_advised() -> None:
+def test_verdict_ignores_gain_in_single_round() -> None:
     """Also if the other system had no request inside in any round."""
     lines = verdict([outcome("1p1d", (30, 10), (0, 10), (0, 10)), outcome("1c", *[(0, 10)] * 3)], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 (1.00 to inf) times")
@@ -125,7 +125,7 @@ def test_a_system_that_answers_nothing_gives_no_advice() -> None:
         assert verdict(rounds, OBJECTIVES) == [f"No advice: {said} answered no request."]
 
 
-def test_requests_that_failed_are_told_and_do_not_speak_for_the_pools() -> None:
+def test_verdict_reports_failed_requests_as_outside_objectives() -> None:
     words = verdict([failing(outcome("1p1d", (100, 10)), 20), outcome("1c", (100, 10))], OBJECTIVES)
     assert "has only 0.80" in words[0]
     assert words[2].startswith("Requests failed, 20 of 100 with 1p1d, 0 of 100 with 1c: they count as outside")
@@ -300,7 +300,7 @@ def test_systems_that_are_named_are_those_that_are_compared(
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_one_round_is_told_to_be_one(
+def test_compare_warns_about_single_round(
     runs: int, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "saved.json"
@@ -388,7 +388,7 @@ def test_all_systems_get_the_same_requests() -> None:
         terms.hold(prepared("other", 40, (20, 25)), 1, "other")
 
 
-def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
+def test_compare_warns_that_url_server_uses_cores(
     models: str, measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--systems", "1p1d,1c", "--runs", "2", "--url", models, "--api-key", KEY]

@@ -64,7 +64,7 @@ def test_the_search_ends_where_a_run_is_too_short_to_tell_anything() -> None:
     assert highest(points, 0.9) == Goodput(4.0, at_least=True)
 
 
-def test_what_lies_between_two_rates_is_said_to() -> None:
+def test_goodput_remarks_name_interpolated_rates() -> None:
     config = replace(BenchGoodputConfig(), num_prompts=8)
     points = [Point(1.0, 1.0), Point(2.0, 0.8), Point(4.0, 0.9)]
     lines = remarks(highest(points, 0.9), points, config)

@@ -28,7 +28,7 @@ def timed(work: Callable[[], object], rounds: int = 5) -> float:
     return 0.5
 
 
-def test_unless_told_otherwise_kernels_have_the_shape_of_the_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_command_defaults_to_goal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(kernels, "measure", lambda *given: seen.extend(given) or {"slower_than_torch": []})
     assert kernels.run(BenchKernelsConfig(dtype="float32")) == 0
@@ -57,7 +57,7 @@ def test_every_word_is_read(threads: int) -> None:
     library.use(library.variants[0])
 
 
-def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_use_requested_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (roofline, kernels):
         monkeypatch.setattr(module, "best_s", timed)
     monkeypatch.setattr(roofline, "READ_MIB", (1, 2))
@@ -97,7 +97,7 @@ def test_one_ways_weights_are_gone_before_the_next_ones_are_made(monkeypatch: py
     assert made == 3 * len(passes) >= 6
 
 
-def test_figures_are_of_what_serves_not_of_what_is_fastest(
+def test_shares_use_serving_kernel_not_fastest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where torch is faster, the shares are still those of our kernels, and the last line of the table says so."""

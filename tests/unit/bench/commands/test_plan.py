@@ -58,7 +58,7 @@ def lived(asks: list[PlannedRequest], times: list[float], pools: tuple[int, int,
     return run
 
 
-def test_one_request_alone_takes_what_its_steps_take() -> None:
+def test_simulated_request_takes_sum_of_step_costs() -> None:
     """The prompt takes 10 ms + 100 tokens of 1 ms. The last of ten layers is exposed: 100 kB at 1 MB/s / 10 = 10 ms."""
     apart = lived([ASK], [1.0], (1, 1, 0)).records[0]
     assert apart.ttft == pytest.approx(0.11)
@@ -69,7 +69,7 @@ def test_one_request_alone_takes_what_its_steps_take() -> None:
     assert [apart.stages[name] for name in ("path", "prefill", "decode")] == ["disagg", "prefill-0", "decode-0"]
 
 
-def test_what_a_turn_takes_besides_its_step_is_taken_by_every_step() -> None:
+def test_simulation_adds_turn_overhead_to_every_step() -> None:
     record = World(replace(COST, turn=0.002), LIMITS, 0, 0, 1).run([ASK], [0.0]).records[0]
     assert record.ttft == pytest.approx(0.112) and record.itls == pytest.approx([0.012] * 4)
 
@@ -117,7 +117,7 @@ def test_prefill_is_a_queue_and_more_workers_shorten_it() -> None:
     assert two == pytest.approx([0.11, 0.11, 0.22, 0.22])
 
 
-def test_who_rests_computes_for_who_has_many_tokens() -> None:
+def test_simulated_idle_workers_lend_cores_to_prefill() -> None:
     """200 tokens take one worker 210 ms, and each idle worker adds 0.9 of a worker; a stream's steps are not shared."""
     ask = PlannedRequest(list(range(200)), 200, 2)
     wide = {"max_num_batched_tokens": 256, "lend_cores": True}
@@ -170,12 +170,12 @@ def test_of_prompts_that_pile_up_decode_takes_some() -> None:
     assert gaps[len(gaps) // 2] <= 0.021 and gaps[-1] < 0.125
 
 
-def test_what_no_worker_can_hold_is_a_failure() -> None:
+def test_simulated_request_larger_than_pool_fails() -> None:
     world = World(COST, replace(LIMITS, kv_blocks=4), 1, 1, 0)
     assert world.run([ASK], [0.0]).records[0].error
 
 
-def test_what_was_placed_and_never_ended_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_request_without_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the reason, such a request must not count as answered by its first token."""
     monkeypatch.setattr(World, "_land", lambda *_: False)
     (record,) = World(COST, LIMITS, 1, 1, 0).run([ASK], [0.0]).records
@@ -206,7 +206,7 @@ def test_costs_are_fitted() -> None:
     assert min(*others, *(each for _, each in streams)) >= 0 and error < 0.5
 
 
-def test_what_of_a_step_costs() -> None:
+def test_step_shape_counts_segments_and_attention() -> None:
     decode, chunk = (
         Sequence(Request(new_request_id(), pack_tokens([1] * length), SamplingParams(1, 0)), 0) for length in (50, 100)
     )
@@ -247,7 +247,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "the plan is off by more than 50% (--tolerance): ttft_p50 of 1p1d" in capsys.readouterr().out
 
 
-def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_invalid_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd, cost = tmp_path / "odd.json", saved_costs(tmp_path / "cost.json")
     for text in ("{}", "[]", "null", "no json"):
         odd.write_text(text)
@@ -361,7 +361,7 @@ def test_costs_that_are_measured_are_kept_with_where_they_come_from(
         ({}, "has none of these systems"),
     ],
 )
-def test_what_it_cannot_be_checked_against_is_refused_before_anything_is_measured(
+def test_plan_refuses_unusable_check_file_before_measuring(
     found: dict[str, Any],
     said: str,
     tmp_path: Path,
@@ -394,7 +394,7 @@ LENT = (
         ("--systems 1c", [], set()),
     ],
 )
-def test_what_is_assumed_is_said(
+def test_plan_reports_assumed_costs(
     flags: str, told: list[str], kept: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost, saved = saved_costs(tmp_path / "cost.json"), tmp_path / "plan.json"
@@ -411,7 +411,7 @@ def test_what_is_assumed_is_said(
     }
 
 
-def test_each_round_is_asked_what_a_comparison_asks_in_it() -> None:
+def test_plan_rounds_use_workload_of_compare() -> None:
     """Each round has its own lengths and times, from the same seeds as in a comparison."""
     words = BenchPlanConfig(
         model="", num_prompts=8, random_input_len=40, random_range_ratio=0.5, request_rate=3, seed=5

@@ -110,7 +110,7 @@ async def test_failures_are_recorded_and_end_nothing() -> None:
 
 
 @pytest.mark.parametrize(("cached", "told"), [(None, ""), (0, ""), (3, "75% of prompt tokens")])
-async def test_prompts_that_the_server_knew_are_told_of(cached: int | None, told: str) -> None:
+async def test_report_mentions_cached_prompt_tokens(cached: int | None, told: str) -> None:
     """Cache hits are invisible from outside, so the report says that the figures include them."""
     mock = MockServer([Script(0.0, 0.0)], cached_tokens=cached)
     async with TestServer(mock.app()) as server:
@@ -155,7 +155,7 @@ def truth(url: str) -> list[list[float]]:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_the_command_reports_what_was_done(
+def test_serve_command_figures_match_server_log(
     backend: str,
     mock_url: str,
     tmp_path: Path,
@@ -189,7 +189,7 @@ def test_the_command_reports_what_was_done(
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_requests_say_what_vllms_flags_say(mock_url: str, tmp_path: Path) -> None:
+def test_serve_accepts_request_flags_of_vllm(mock_url: str, tmp_path: Path) -> None:
     """Objectives, headers and metadata may be several words, ``--extra-body`` overrides the sampling flags, and
     metadata does not overwrite other saved fields."""
     saved = tmp_path / "run.json"
@@ -213,7 +213,7 @@ def test_requests_say_what_vllms_flags_say(mock_url: str, tmp_path: Path) -> Non
 RAMP = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "100", "--ramp-up-end-rps", "104")
 
 
-def test_a_ramp_is_told_as_vllm_does(mock_url: str, tmp_path: Path) -> None:
+def test_serve_saves_ramp_in_format_of_vllm(mock_url: str, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     words = ("--url", mock_url, "--num-prompts", "3", "--num-warmups", "0", "--random-output-len", "1", *RAMP)
     assert cli.main(["bench", "serve", *words, "--save", str(saved)]) == 0
@@ -273,7 +273,7 @@ def test_the_commit_is_marked_where_files_differ_other_than_figures(
     assert provenance()["commit"] == f"{clean}+"
 
 
-def test_a_measurement_tells_of_the_sources_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_names_commit_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "_commit", functools.cache(results._commit.__wrapped__))
     (code := tmp_path / "code.py").write_text("1")
@@ -323,7 +323,7 @@ def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pyt
     assert "Successful requests:                     0" in told.out and "TTFT" not in told.out, "nothing was timed"
 
 
-def test_what_cannot_be_is_refused_in_words(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_invalid_options(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = tmp_path / "trace.csv"
     odd.write_text("a,b\n1,2\n")
     at_mock = ("--url", mock_url)

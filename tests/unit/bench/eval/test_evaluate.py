@@ -123,7 +123,7 @@ async def test_some_skills_are_compared_with_the_same_ones_of_a_whole_baseline(s
     assert table(bad, whole).row_count == 2
 
 
-async def test_what_the_baseline_was_not_asked_is_not_compared(serve: Serve) -> None:
+async def test_drops_refuses_skill_missing_from_baseline(serve: Serve) -> None:
     url = await serve(knows)
     world, copying = await evaluate(url, skills=["world"]), await evaluate(url, skills=["copy"])
     with pytest.raises(StartError, match="the baseline lacks world"):

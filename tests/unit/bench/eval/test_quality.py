@@ -57,7 +57,9 @@ def test_a_way_is_judged_by_its_own_likelihood_and_by_how_far_it_is_from_the_ref
     assert found.divergence == pytest.approx((first + second) / 2)
 
 
-def test_the_figures_are_told_and_saved(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quality_command_prints_and_saves_figures(
+    few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "quality.json"
     assert cli.main(["bench", "quality", "--golden", str(few), "--save", str(saved)]) == 0
     figures = json.loads(saved.read_text())

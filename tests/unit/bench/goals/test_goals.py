@@ -97,7 +97,7 @@ def test_a_target_has_a_bound_and_a_floor(value: float, met: bool, held: bool) -
     assert (mirrored.met, mirrored.held) == (met, held)
 
 
-def test_what_was_not_measured_is_not_judged_but_what_is_missed_is_missed() -> None:
+def test_row_is_undecided_without_peer_unless_a_bound_is_missed() -> None:
     good, bad = GoalTarget("value", 3.0, at_most=True), GoalTarget("value", 1.0, at_most=True)
     unknown = GoalTarget("ratio", 2.0)
     assert row(good).met is True and row(good, unknown).met is None and row(bad, unknown).met is False
@@ -154,7 +154,7 @@ def test_limits_are_those_of_the_formulas() -> None:
     assert found.prefill_flops(1000) == 2 * 35e6 * 1000 + 2 * 10_000 * 1000**2 + 2 * (5e6 + 10e6)
 
 
-def test_decode_is_compared_with_what_is_read_and_with_the_peer() -> None:
+def test_decode_goal_compares_with_read_limit_and_peer() -> None:
     gap = {OURS_ONE_CORE: 0.02, VLLM_ONE_CORE: 0.03}
     scripted = Scripted(lambda system, ask, at: record(0.1, *[gap[system]] * 9))
     scripted.remembered["calibration"] = core()
@@ -180,7 +180,7 @@ def test_decode_that_multiplies_for_longer_than_it_reads_is_compared_with_that()
     assert many.note.endswith("the limit is the core's multiplication rate, the share of its read rate is 45.5%")
 
 
-def test_prefill_is_compared_with_what_is_multiplied() -> None:
+def test_prefill_goal_compares_with_flop_limit() -> None:
     first = {OURS_ONE_CORE: 0.2, VLLM_ONE_CORE: 0.25}
     scripted = Scripted(lambda system, ask, at: record(first[system], 0.02))
     scripted.remembered["calibration"] = core()
@@ -202,7 +202,7 @@ def test_without_peers_only_our_own_are_measured() -> None:
 # -- C4, C5, C6 -------------------------------------------------------------------------------------------------------
 
 
-def test_the_hand_off_is_what_it_adds_to_the_first_token_and_before_the_second() -> None:
+def test_handoff_goal_measures_added_ttft_and_first_gap() -> None:
     """Prefill has one core, as the system it is compared with."""
     first = {handoff.ON_ITS_CORE: 0.204, OURS_ONE_CORE: 0.2, VLLM_1P1D: 0.9, VLLM_ONE_CORE: 0.3}
     scripted = Scripted(lambda system, ask, at: record(first[system], 0.03, *[0.02] * 5))
@@ -227,7 +227,7 @@ def hand_offs(*exposed_ms: float) -> list[dict[str, float]]:
     return [{"transfer_ms": 100 + each, "transfer_exposed_ms": each, "kv_bytes": 1e7} for each in exposed_ms]
 
 
-def test_what_prefill_hides_is_what_the_link_needs_and_the_client_does_not_wait_for() -> None:
+def test_hidden_share_is_transfer_time_minus_exposed_time() -> None:
     found = handoff._hidden(1024, hand_offs(1.0, 1.5, 5.0), 1e9)
     assert found.value == pytest.approx(85.0) and found.met is True
     assert "takes 10.00 ms, 1.50 ms of the hand-off" in found.note
@@ -236,7 +236,7 @@ def test_what_prefill_hides_is_what_the_link_needs_and_the_client_does_not_wait_
     assert handoff._hidden(1024, [], 1e9).met is False, "a server that tells of no hand-off has hidden none"
 
 
-def test_what_the_coordinator_adds_to_a_request_is_what_a_bare_server_does_not_take_for_the_same() -> None:
+def test_added_time_subtracts_bare_server_per_request() -> None:
     through, bare = ([record(base + late) for late in (0.0, 0.001, 0.004)] for base in (0.0035, 0.001))
     assert added_ms(through, bare) == pytest.approx([2.5] * 3)
     late = added_ms(through, bare[::-1])
@@ -300,7 +300,7 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert drawn(scripted, tmp_path) == ["streams", "timeline"]
 
 
-def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
+def test_interference_ignores_slowing_machine() -> None:
     """The runs are: warm-up, undisturbed, disturbed, undisturbed again, on a machine that slows down."""
 
     def answer(system: System, ask: PlannedRequest, at: float) -> Record:
@@ -312,7 +312,7 @@ def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
     assert len(scripted.order) == 4
 
 
-def test_a_stream_that_slows_down_as_it_grows_is_told_in_both_ways() -> None:
+def test_interference_reports_growing_gaps_relative_to_both_medians() -> None:
     """Every token takes 1 ms longer than the one before, with and without disturbance."""
     scripted = Scripted(
         lambda system, ask, at: record(0.1, *[0.02 + 0.001 * i for i in range(ask.output_tokens - 1)], sent=at)
@@ -322,7 +322,7 @@ def test_a_stream_that_slows_down_as_it_grows_is_told_in_both_ways() -> None:
 
 
 @pytest.mark.parametrize("refused", [interference.INTRUDER, interference.STREAM_INPUT])
-def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_disturbed(refused: int) -> None:
+def test_interference_rejects_own_refused_requests(refused: int) -> None:
     def by(who: System) -> Any:
         def answer(system: System, ask: PlannedRequest, at: float) -> Record:
             error = "HTTP 503: full" if system == who and ask.prompt_tokens == refused else ""
@@ -404,7 +404,7 @@ def test_a_low_rate_is_tried_with_fewer_requests_and_a_high_one_with_more(rate: 
     assert goodput.paced(rate, 40, 20, least_s=20) == requests
 
 
-def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:
+def test_search_stops_for_doubted_system_without_improvement() -> None:
     shares = {OURS: {1.0: 0.2, 0.5: 0.5}, VLLM: {1.0: 0.2, 0.5: 0.1}}
 
     def attempt(system: System) -> Any:
@@ -459,7 +459,7 @@ def test_the_rates_around_the_highest_are_tried_again() -> None:
     assert scripted.order[:4] == [OURS, VLLM] * 2, "one rate of each in turn"
 
 
-def test_what_lies_between_is_searched_where_other_arrivals_move_the_highest_rate(
+def test_repeated_search_refines_rates_for_new_arrivals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between two rates that are far apart, interpolation would be a guess."""
@@ -482,7 +482,7 @@ def test_what_lies_between_is_searched_where_other_arrivals_move_the_highest_rat
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 3, 4])
-def test_a_peer_that_ends_in_the_middle_is_left_out_and_costs_nobody_elses_figures(dies_after: int) -> None:
+def test_dead_peer_is_left_out_of_other_figures(dies_after: int) -> None:
     """A dead server gets no rate of 0, and the rounds of the other systems go on."""
 
     class Dies(Scripted):
@@ -543,7 +543,7 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
     assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
 
 
-def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_told() -> None:
+def test_saturation_covers_whole_run_and_reports_token_times() -> None:
     """The last answer takes twice as long as all others."""
     numbers = itertools.count(1)
 
@@ -604,9 +604,7 @@ def test_a_goal_that_cannot_be_measured_does_not_end_the_others(monkeypatch: pyt
     assert "- C2 could not be measured: vLLM did not start: no memory" in lines and " x " in lines[-1]
 
 
-def test_what_is_measured_so_far_is_kept_if_the_run_ends_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_goals_save_rows_of_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(_: Field) -> list[Row]:
         raise KeyboardInterrupt
 
@@ -631,7 +629,7 @@ def test_a_quick_run_is_not_judged(
     assert ("mean nothing" in capsys.readouterr().out) is quick
 
 
-def test_a_run_goes_on_with_what_an_earlier_one_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goals_resume_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def goal(name: str) -> command.Goal:

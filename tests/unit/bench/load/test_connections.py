@@ -230,7 +230,7 @@ async def test_the_wait_for_both_answers_is_bounded_by_one_timeout() -> None:
     assert record.resent and record.error == "no answer within 0.2 s"
 
 
-async def test_a_run_counts_what_was_sent_again() -> None:
+async def test_run_counts_resent_requests() -> None:
     """The server closes each connection after its second request, and no request fails."""
     server = LimitedServer(close_after_headers, good=2, well=99)
     async with server.running() as target:

@@ -197,7 +197,7 @@ def test_files_that_do_not_parse_are_refused_in_words(read: object, text: str, s
         (mooncake_asks, "", '{"timestamp": 0, "input_length": 9, "output_length": 1}\n'),
     ],
 )
-def test_of_a_trace_only_what_is_wanted_is_read(read: object, head: str, row: str, tmp_path: Path) -> None:
+def test_trace_reader_reads_only_requested_rows(read: object, head: str, row: str, tmp_path: Path) -> None:
     """A trace may be larger than memory. Here, a part behind the wanted rows cannot be read at all."""
     path = tmp_path / "trace"
     path.write_bytes((head + row * 5_000).encode() + b"\xff")
@@ -213,7 +213,7 @@ def test_sharegpt_that_does_not_parse(text: str, tmp_path: Path) -> None:
         sharegpt_asks(tmp_path / "share", 1, len)
 
 
-def test_what_does_not_fit_is_left_out() -> None:
+def test_within_leaves_out_too_long_requests() -> None:
     asks = [
         PlannedRequest([1] * 10, 10, 5),
         PlannedRequest([1] * 20, 20, 5),
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert within(asks, 9, None)[1] == 1
 
 
-def test_a_trace_begins_with_what_is_asked_of_it() -> None:
+def test_trace_times_start_at_first_requested_row() -> None:
     """The time before its first wanted row is not waited for."""
     asks = [PlannedRequest([1], 1, 1, at=at) for at in (30.0, 30.5, 32.0)]
     options = BenchServeConfig(dataset_name="azure", dataset_path="trace.csv", time_scale=2.0)
@@ -403,7 +403,7 @@ def test_rows_and_keys_are_those_of_vllm() -> None:
     }  # fmt: skip
 
 
-def test_time_in_the_client_is_told_where_requests_wait_there() -> None:
+def test_summary_reports_client_queue_time() -> None:
     waited = answered(1.0, 0.2, 0.01, 11)
     waited.due_at = 0.6
     summary = summarise(Run([waited], 2.0, 0.0))

@@ -26,7 +26,7 @@ intr 6
 """
 
 
-def test_what_is_used_is_all_but_idle_and_waiting_of_ones_own_cores() -> None:
+def test_used_share_excludes_idle_and_iowait() -> None:
     assert neighbours.used(BEFORE, AFTER, {0}) == pytest.approx(20 / 100)
     assert neighbours.used(BEFORE, AFTER, {1}) == 0, "a guest's time is in the user's already"
     assert neighbours.used(BEFORE, AFTER, {0, 1}) == pytest.approx(20 / 200)
@@ -34,7 +34,7 @@ def test_what_is_used_is_all_but_idle_and_waiting_of_ones_own_cores() -> None:
 
 
 @pytest.mark.processes
-def test_who_computes_beside_a_measurement_is_seen() -> None:
+def test_busy_share_detects_neighbour_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
     ) as busy:

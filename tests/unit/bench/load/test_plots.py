@@ -90,7 +90,7 @@ def test_requests_are_counted_in_whole_numbers(figure: list[Any]) -> None:
         assert shown and all(at == int(at) and 0 <= at < count for at in shown)
 
 
-def test_what_a_server_does_not_tell_apart_is_not_called_prefill(figure: list[Any]) -> None:
+def test_timeline_labels_unreported_stages_as_waiting_and_prefill(figure: list[Any]) -> None:
     told, untold = run(40.0), run(40.0)
     for record in untold.records:
         record.stages = None

@@ -18,7 +18,7 @@ def _two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crosscheck, "REQUESTS", 2)
 
 
-def test_what_was_written_is_from_the_request_on_and_between_tokens() -> None:
+def test_written_moments_start_at_request() -> None:
     assert crosscheck._written(MOMENTS) == pytest.approx(WRITTEN)
     with pytest.raises(StartError, match="1 requests were answered instead of 2"):
         crosscheck._written(MOMENTS[:1])

@@ -36,7 +36,7 @@ Name: is not renamed here
 """
 
 
-def test_what_the_wheel_asks_for_is_installed_without_extras_and_what_has_no_cpu_build() -> None:
+def test_wanted_requirements_exclude_extras_and_gpu_packages() -> None:
     assert wanted(METADATA) == ["aiohttp>=3.13"]
 
 
@@ -61,7 +61,7 @@ def test_a_port_is_none_that_a_connection_may_be_given_meanwhile() -> None:
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
 
 
-def test_what_is_installed_tells_its_version_in_either_kind_of_folder(tmp_path: Path) -> None:
+def test_version_is_found_in_both_folder_layouts(tmp_path: Path) -> None:
     for inner in (tmp_path / "plain", tmp_path / "nested" / "venv"):
         (inner / "bin").mkdir(parents=True)
         (inner / "bin" / "vllm").touch()
@@ -138,7 +138,7 @@ async def test_a_request_goes_to_prefill_and_then_with_its_place_to_decode() -> 
     assert decode.paths == ["/v1/completions", "/v1/models?all=1"]
 
 
-async def test_what_prefill_refuses_never_reaches_decode() -> None:
+async def test_proxy_does_not_forward_request_refused_by_prefill() -> None:
     prefill, decode = Half(503), Half()
     async with proxied(prefill, decode) as client:
         response = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
@@ -168,7 +168,7 @@ def test_a_process_is_stopped_with_children_that_do_not_listen() -> None:
         time.sleep(0.01)
 
 
-def test_a_process_ends_with_its_children_though_who_waits_for_its_end_is_interrupted(
+def test_process_stop_ends_children_despite_interrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For example by a second Ctrl-C."""
@@ -223,7 +223,7 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
     _until(lambda: all(_state(pid) in ("Z", "") for pid in both), "who is halted is not stopped")
 
 
-def test_a_peer_that_is_halted_ends_with_whoever_measures_it(tmp_path: Path) -> None:
+def test_paused_peer_ends_with_measuring_process(tmp_path: Path) -> None:
     """However the measuring process ends, the kernel sends SIGHUP to a stopped, orphaned process group. Also under
     nohup."""
     told = tmp_path / "pids"

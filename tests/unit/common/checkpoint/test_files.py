@@ -35,7 +35,7 @@ def change_config(path: Path, **fields: object) -> None:
     (path / "config.json").write_text(json.dumps(config | fields))
 
 
-def test_what_it_says(checkpoint: Callable[[str], Path]) -> None:
+def test_checkpoint_reports_architecture_and_layers(checkpoint: Callable[[str], Path]) -> None:
     found = open_checkpoint(str(checkpoint("llama")))
     assert (found.architecture, found.vocab_size, found.max_position) == ("LlamaForCausalLM", 512, 4096)
     assert found.eos_token_ids == (1,) and found.dtype == "float32" and found.name == str(checkpoint("llama"))

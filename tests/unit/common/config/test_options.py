@@ -60,7 +60,7 @@ def test_numbers_and_sizes(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1e9", "4 XB", "0.5", "1.0001k", "٣k5", "1" * 400 + ".5G"])
-def test_what_is_no_number(text: str) -> None:
+def test_parse_number_rejects_invalid_text(text: str) -> None:
     with pytest.raises((ValueError, OverflowError)):
         parse_number(text)
 
@@ -205,7 +205,7 @@ def test_bad_files_are_refused_in_words(tmp_path: Path, content: str, said: str)
         ("api_key: KEY\u20ac", "what was given"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_and_not_shown(tmp_path: Path, content: str, where: str) -> None:
+def test_config_error_names_option_without_its_value(tmp_path: Path, content: str, where: str) -> None:
     file, key = tmp_path / "tandem.yaml", new_key()
     file.touch(0o600)
     file.write_text(content.replace("KEY", key))
@@ -376,7 +376,7 @@ def test_a_worker_that_others_could_not_reach_is_known(role: Any, coordinator: s
         ("", False),
     ],
 )
-def test_one_rule_says_what_is_loopback(host: str, here: bool) -> None:
+def test_loopback_rule_is_same_for_options_and_sockets(host: str, here: bool) -> None:
     """Options and sockets use the same rule: a host name is never taken for an address, whatever its beginning."""
     assert is_loopback(host) == is_local(host) == is_local(f"tcp://{host}:8001") == here
 

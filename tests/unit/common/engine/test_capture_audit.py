@@ -145,7 +145,7 @@ X, MASK, COUNTS = torch.arange(6.0), torch.tensor([True, False] * 3), torch.tens
         (lambda: X.to(torch.bfloat16), None),
     ],
 )
-def test_what_stops_capture_is_found(step: Callable[[], object], why: str | None) -> None:
+def test_audit_finds_operation_that_stops_capture(step: Callable[[], object], why: str | None) -> None:
     found = audit(step)
     assert [blocker.why for blocker in found] == ([] if why is None else [why])
     assert all(f"{Path(__file__).name}:" in blocker.place and blocker.times == 1 for blocker in found)

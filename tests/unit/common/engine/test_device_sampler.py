@@ -216,7 +216,7 @@ SYNCHRONISING: list[Callable[[torch.Tensor], object]] = [
 
 
 @pytest.mark.parametrize("operation", SYNCHRONISING)
-def test_the_watch_sees_what_waits(operation: Callable[[torch.Tensor], object]) -> None:
+def test_device_watch_detects_synchronising_operation(operation: Callable[[torch.Tensor], object]) -> None:
     x = torch.empty(3, device="meta")
     with DeviceWatch(torch.device("meta")), pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
         operation(x)

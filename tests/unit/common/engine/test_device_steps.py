@@ -112,7 +112,7 @@ def play(engine: ModelEngine, *, steps: int) -> list[object]:
     return seen
 
 
-def test_steps_as_on_a_gpu_give_what_the_cpus_steps_give(engines: tuple[ModelEngine, ModelEngine]) -> None:
+def test_device_steps_equal_cpu_steps(engines: tuple[ModelEngine, ModelEngine]) -> None:
     cpu, gpu = (play(engine, steps=14) for engine in engines)
     assert gpu == cpu
 

@@ -126,7 +126,7 @@ def test_warm_up_leaves_no_trace(engine: ModelEngine) -> None:
     assert not engine.store.memory.raw.any()
 
 
-def test_it_says_what_it_chose(engine: ModelEngine) -> None:
+def test_engine_notes_name_chosen_settings(engine: ModelEngine) -> None:
     text = "\n".join(engine.notes)
     assert "dtype float32: as requested" in text and "KV pool" in text and "attention " in text
     assert (engine.vocab_size, engine.max_model_len, engine.layout.block_size) == (512, 512, 16)
@@ -145,7 +145,7 @@ def test_context_is_cut_to_the_pool_or_refused(checkpoint: Callable[[str], Path]
         load(checkpoint("llama"), dtype="int3")
 
 
-def test_progress_is_told_per_shard(checkpoint: Callable[[str], Path]) -> None:
+def test_load_reports_progress_per_shard(checkpoint: Callable[[str], Path]) -> None:
     told: list[tuple[int, int, str]] = []
     load(checkpoint("llama"), progress=lambda *step: told.append(step)).close()
     assert told == [(0, 1, "model.safetensors"), (1, 1, "model.safetensors")]
@@ -168,5 +168,5 @@ def test_no_weight_stays_in_the_file(engine: ModelEngine) -> None:
     assert detach_from_files(engine.model) == 0
 
 
-def test_a_nobodys_sequence_is_greedy() -> None:
+def test_sequence_of_tokens_is_greedy() -> None:
     assert sequence_of([1, 2]).request.sampling.temperature == 0

@@ -82,7 +82,7 @@ def test_a_core_that_several_workers_share_is_not_lent(lent: CoreLease) -> None:
     two.close()
 
 
-def test_cores_beyond_what_can_be_told_are_kept(lent: CoreLease) -> None:
+def test_cores_beyond_max_cores_are_not_lent(lent: CoreLease) -> None:
     lent.settle([(MAX_CORES - 1, MAX_CORES, 70_000)])
     worker = of(lent, MAX_CORES - 1, MAX_CORES, 70_000)
     worker.lend()
@@ -115,7 +115,7 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: CoreLease, monkeypatch
     engine.memory.close()
 
 
-def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: CoreLease) -> None:
+def test_expected_step_time_excludes_borrowed_cores(lent: CoreLease) -> None:
     """With 2 cores of its own and 0.6 s of borrowed time, the step would have taken 0.3 s longer without help; the next
     step is expected to take that long."""
     engine = OracleEngine(blocks=8)
@@ -226,7 +226,7 @@ def test_attention_is_the_same_with_help(dtype: str, shapes: list[tuple[int, int
 
 
 @needs_kernels
-def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: CoreLease) -> None:
+def test_cores_are_borrowed_only_for_large_products(helped: CoreLease) -> None:
     assert library is not None
     linear = NativeLinear(torch.randn(512, 256), None)
     many, few = torch.randn(256, 256), torch.randn(15, 256)

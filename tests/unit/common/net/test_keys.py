@@ -40,7 +40,7 @@ def test_keygen_writes_a_file_for_its_owner_alone(tmp_path: Path, capsys: pytest
         keys.load(part, "prefill")
 
 
-def test_keygen_overwrites_nothing_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_overwrites_only_with_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.key"
     assert cli.main(["keygen", "--out", str(path)]) == 0
     before = path.read_text()

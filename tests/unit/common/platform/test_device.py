@@ -136,7 +136,7 @@ def test_a_torch_with_cuda_is_recognised_by_its_library(tmp_path: Path, monkeypa
         ({}, ""),
     ],
 )
-def test_processors_of_one_name_are_told_apart(
+def test_cpu_model_distinguishes_processors_of_same_name(
     told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "_cpuinfo", told.get)

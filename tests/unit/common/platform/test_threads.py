@@ -63,7 +63,7 @@ def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_o
 
 
 @needs_slices
-def test_whoever_answers_in_a_block_is_ranked_as_usual_behind_it() -> None:
+def test_answering_restores_scheduling_after_block() -> None:
     usual, found = (slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)), []
 
     def answer() -> None:
@@ -115,7 +115,7 @@ def test_whether_real_time_threads_are_allowed_is_found_without_becoming_one() -
 
 
 @needs_slices
-def test_who_answers_at_once_is_a_real_time_thread_where_that_is_allowed_and_only_in_its_block() -> None:
+def test_answering_at_once_uses_real_time_scheduling_in_block_only() -> None:
     usual, found = (os.SCHED_OTHER, slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)), []
 
     def note() -> None:

@@ -54,7 +54,7 @@ class Member:
         ("cluster", "cluster", "coordinator", "does not admit this worker's key"),
     ],
 )
-def test_a_worker_that_is_turned_away_knows_why(
+def test_refused_worker_gets_reason(
     cluster_key: Path, other: Path, mine: str, theirs: str, party: Party, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = {"": None, "cluster": cluster_key, "other": other}
@@ -138,7 +138,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
+def test_worker_started_before_coordinator_joins_once(
     cluster_key: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
@@ -183,7 +183,7 @@ def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
         harness.close()
 
 
-def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster_key: Path) -> None:
+def test_heartbeat_thread_reconnects_to_corrected_coordinator(cluster_key: Path) -> None:
     """Of a worker's two connections, only the heartbeat's has met the wrong coordinator."""
     harness = GatewayHarness(None)
     channels, hello, dials = Channels(keys.load(cluster_key, "decode")), hello_of("decode"), []

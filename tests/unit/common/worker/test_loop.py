@@ -82,6 +82,6 @@ def test_where_the_system_cannot_do_that_blocks_get_their_memory_when_they_are_u
     assert asked == [0] and in_memory(worker) == 0
 
 
-def test_a_worker_takes_no_memory_ahead_unless_it_is_told_to(worker_of: Callable[..., DecodeWorker]) -> None:
+def test_worker_populates_no_memory_by_default(worker_of: Callable[..., DecodeWorker]) -> None:
     worker = worker_of()
     assert worker.turn() == IDLE_S and in_memory(worker) == 0

@@ -15,7 +15,7 @@ from tests.fakes.oracle import OracleEngine
 from tests.unit.workers import Bench, make_request
 
 
-def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
+def test_worker_drops_requests_missing_from_lease(pair: Bench) -> None:
     """Both Aborts of the first request are lost; of the second request, one attempt is void and one is valid."""
     lost, kept = make_request(100, 400), make_request(90, 400)
     pair.place(lost, "prefill-0", "decode-1")
@@ -34,7 +34,7 @@ def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
     pair.until(pair.quiet)
 
 
-def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> None:
+def test_workers_adopt_times_of_latest_welcome(pair: Bench) -> None:
     """A second coordinator's Welcome, with other times, also takes effect."""
     for name in pair.workers:
         pair.send(name, Welcome(Incarnation("other"), 20, 4_000, 500))
@@ -64,7 +64,7 @@ def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.Mon
     bench.check(request)
 
 
-def test_a_worker_that_hears_no_lease_for_as_long_as_one_lasts_dials_anew(bench: Bench) -> None:
+def test_worker_reconnects_after_lease_without_renewal(bench: Bench) -> None:
     """The connection may be dead without any error."""
     bench.lease_ms = 400
     worker = bench.add("decode", OracleEngine(64))
@@ -148,7 +148,7 @@ def test_a_worker_without_work_says_that_its_coordinator_is_silent(
     assert "dropping" not in caplog.text
 
 
-def test_a_worker_that_is_turned_away_says_so_at_once_and_then_now_and_again(
+def test_refused_worker_logs_reason_at_intervals(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After each new connection the refusal is unknown for a moment."""

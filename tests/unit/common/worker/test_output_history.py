@@ -6,7 +6,7 @@ from common.net.messages import Resend
 from tests.unit.workers import Bench, make_request
 
 
-def test_first_tokens_that_ended_a_request_can_be_told_again(pair: Bench) -> None:
+def test_output_history_resends_final_first_tokens(pair: Bench) -> None:
     """Decode never got the request's first tokens, and prefill holds nothing of the request any more."""
     request = make_request(50, 1, n=2)
     pair.place(request, "prefill-0", "decode-1")

@@ -123,7 +123,7 @@ def test_a_step_is_launched_before_the_last_one_is_read(bench: Bench) -> None:
     bench.check(request)
 
 
-def test_a_stop_that_is_found_late_costs_one_row_that_nobody_sees(bench: Bench) -> None:
+def test_overlapped_step_discards_row_after_late_stop(bench: Bench) -> None:
     engine = OverlappedOracle(64)
     worker = bench.add("decode", engine)
     stream = oracle_stream(list(range(20)), 7, 0, 40)
@@ -143,7 +143,7 @@ def test_a_stop_that_is_found_late_costs_one_row_that_nobody_sees(bench: Bench) 
     assert bench.streams[request.id, 1, 0] == stream[: first + 1]
 
 
-def test_a_worker_that_leaves_reads_what_it_launched(bench: Bench) -> None:
+def test_leaving_worker_settles_launched_steps(bench: Bench) -> None:
     engine = OverlappedOracle(64)
     worker = bench.add("decode", engine)
     bench.send("decode-0", Generate(make_request(20, 30), 1))
@@ -196,7 +196,7 @@ def rows(batch: Batch | None) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     "why", ["a prompt waits", "a prompt is computed", "blocks are short", "each has its last token in flight"]
 )
-def test_what_needs_known_tokens_is_not_planned_ahead(planner: Planner, why: str) -> None:
+def test_planner_plans_nothing_ahead_that_needs_sampled_tokens(planner: Planner, why: str) -> None:
     output = 2 if why.startswith("each") else 40
     prompt = 15 if why.startswith("blocks") else 8
     batch = started(planner, *(stopping(number, prompt, output) for number in (1, 2)))
@@ -213,7 +213,7 @@ def test_what_needs_known_tokens_is_not_planned_ahead(planner: Planner, why: str
     assert (planner.running, planner.preemptions) == (running, 0), "nobody is parked: what it holds is in use"
 
 
-def test_who_left_and_who_came_since_the_launch(planner: Planner) -> None:
+def test_plan_ahead_handles_sequences_that_left_or_joined(planner: Planner) -> None:
     batch = started(planner, *(stopping(number, 8, 40) for number in (1, 2)))
     planner.finish(batch.segments[0].sequence)
     adopt(planner, simple(8, 40, index=1))

@@ -34,7 +34,7 @@ def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
     assert not prefill.more_to_move() and prefill.turn() > 0
 
 
-def test_what_the_heart_tells_is_as_young_as_the_last_long_step(bench: Bench) -> None:
+def test_long_step_publishes_heartbeat_snapshot(bench: Bench) -> None:
     """Short steps publish the snapshot for heartbeats now and then; a step longer than that interval publishes it at
     its end."""
     worker = bench.add("decode", OracleEngine(64))
@@ -115,9 +115,7 @@ def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
     assert max(len(each.added) for each in bench.cached) == 16 * 3
 
 
-def test_more_requests_than_a_heartbeat_can_tell_of_are_turned_away(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_refuses_more_requests_than_heartbeat_lists(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.worker.loop.MAX_HELD", 2)
     bench.add("colocated", OracleEngine(64))
     requests = [make_request(20, 30) for _ in range(3)]

@@ -20,7 +20,7 @@ LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
 LIMITS = TransferLimits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
 
 
-def test_a_step_is_expected_to_take_what_its_like_took() -> None:
+def test_estimator_expects_time_of_similar_steps() -> None:
     estimator = StepTimeEstimator()
     assert estimator.expect(1, 1) == FIRST_STEP_S and estimator.longest == 0
     estimator.took(1, 64, 0.01)
@@ -77,7 +77,7 @@ def test_all_times_of_failures_follow_from_one() -> None:
     assert (limits.no_progress_s, limits.renew_s, limits.lease_s) == (2.0, 0.5, 8.0)
 
 
-def test_a_silence_or_a_hang_is_as_long_as_the_registry_is_told() -> None:
+def test_registry_scales_silence_and_hang_with_timeout() -> None:
     for timeout_s in (0.5, 2.0, 8.0):
         registry = Registry(None, times := FailureTimes(timeout_s))
         worker, now = join(registry), 0.0
@@ -107,7 +107,7 @@ def turn(session: SenderSession, since: float, until_s: float, every: float = 0.
     return now
 
 
-def test_an_announcement_that_nobody_hears_is_given_up() -> None:
+def test_session_expires_without_answer_to_announcement() -> None:
     session = waiting()
     assert 2.0 < turn(session, 0.0, 10.0) < 2.2 and session.state is TransferState.EXPIRED
     assert "blocks" in session.why_ended
@@ -147,7 +147,7 @@ def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
     assert turn(session, 30.0, 60.0) < 32.2 and session.state is TransferState.EXPIRED
 
 
-def test_what_was_heard_after_our_own_absence_does_not_excuse_a_silence_as_long_again() -> None:
+def test_session_excuses_own_absence_once() -> None:
     session = waiting()
     session.tick(0.1)
     session.heard(0.0, 30.0)  # it was waiting to be read, and is read before the timers run
@@ -164,7 +164,7 @@ def beat(turn_ms: int, expected_ms: int) -> Heartbeat:
     ("turn_ms", "expected_ms", "hangs"),
     [(-1, 0, False), (1900, 1, False), (2100, 1, True), (7900, 2000, False), (8100, 2000, True)],
 )
-def test_a_heart_over_a_turn_without_end_is_no_life(turn_ms: int, expected_ms: int, hangs: bool) -> None:
+def test_registry_detects_hang_behind_regular_heartbeats(turn_ms: int, expected_ms: int, hangs: bool) -> None:
     assert HANG_STEPS == 4.0
     registry = Registry(None, FailureTimes(2.0))
     worker = join(registry)

@@ -60,12 +60,12 @@ async def test_more_errors(cluster: FakeCluster) -> None:
     assert response.status == 415
 
 
-async def test_a_wrong_method_is_told_the_right_ones(cluster: FakeCluster) -> None:
+async def test_wrong_method_answer_lists_allowed_methods(cluster: FakeCluster) -> None:
     response, _ = await cluster.post("/v1/models", {})
     assert response.status == 405 and response.headers["Allow"] == "GET,HEAD"
 
 
-async def test_what_is_hopelessly_long_is_refused_without_any_work(
+async def test_text_beyond_context_is_refused_without_tokenizing(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = cluster.services.model
@@ -87,7 +87,7 @@ async def test_what_is_hopelessly_long_is_refused_without_any_work(
         assert f"{model.context_length} tokens, at most {most} characters" in body["error"]["message"]
 
 
-async def test_what_a_template_makes_too_long_is_refused(model: Path) -> None:
+async def test_rendered_chat_beyond_context_is_refused(model: Path) -> None:
     repeated = "{% for message in messages %}{{ message.content * 3 }}{% endfor %}"
     async with open_cluster(model, "prefill", "decode", chat_template=repeated) as cluster:
         most = cluster.services.model.context_length * cluster.services.model.text.chars_per_token

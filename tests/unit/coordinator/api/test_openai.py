@@ -69,7 +69,7 @@ def refusal(call: Callable[[], Any]) -> RequestError:
         b"\x80\x04\x95",
     ],
 )
-def test_what_is_not_a_plain_json_object_is_refused(body: bytes) -> None:
+def test_parse_json_rejects_all_but_objects(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         parse_json(body)
     assert caught.value.status == 400
@@ -241,7 +241,7 @@ def test_out_of_range_and_wrong_types_name_the_field(fields: dict[str, Any], par
         ({"n": 10**30}, "between 1 and"),
     ],
 )
-def test_the_bound_that_was_passed_is_told(fields: dict[str, Any], words: str) -> None:
+def test_parameter_error_names_bound(fields: dict[str, Any], words: str) -> None:
     assert words in str(refusal(lambda: chat(**fields)))
 
 

@@ -65,7 +65,7 @@ def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(harness: Gat
     assert [each.id for each in harness.registry] == [other.incarnation]
 
 
-def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(harness: GatewayHarness) -> None:
+def test_missing_worker_keeps_name_and_identity(harness: GatewayHarness) -> None:
     """Its connection breaks, and its heartbeat arrives before it can send Hello."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation, "its own")
@@ -91,7 +91,7 @@ def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(harness: Gate
 
 
 @pytest.mark.parametrize("keyed", [True, False])
-def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in_few_lines(
+def test_refusal_reason_is_sent_only_with_keys_and_logged_once(
     cluster_key: Path, keyed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = GatewayHarness(cluster_key if keyed else None)
@@ -123,9 +123,7 @@ VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(
-    harness: GatewayHarness, version: str
-) -> None:
+def test_hello_of_other_version_is_refused_with_reason(harness: GatewayHarness, version: str) -> None:
     hello = hello_of("decode")
     socket = harness.dial("decode", identity(hello.name, hello.incarnation))
     row = VERSIONS[version](["hello", PROTOCOL + 1, *msgspec.structs.astuple(hello)[1:]])
@@ -137,7 +135,7 @@ def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(
     assert not list(harness.registry) and not harness.gateway.bad_messages
 
 
-def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(harness: GatewayHarness) -> None:
+def test_unknown_workers_heartbeat_delays_its_replacement(harness: GatewayHarness) -> None:
     hello, clock = hello_of("decode"), harness.gateway.clock
     name = identity(hello.name, hello.incarnation)
     control, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
@@ -155,7 +153,7 @@ def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(harn
     assert [hang.pid for hang in harness.registry.unresponsive.overdue(clock() + 10)] == [hello.pid]
 
 
-def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(
+def test_messages_of_other_version_get_rejoin_then_refusal(
     harness: GatewayHarness,
 ) -> None:
     """Its other messages cannot be understood here; it is asked for its Hello, as any unknown peer is."""
@@ -255,7 +253,7 @@ def test_three_bad_messages_cut_a_worker_off(harness: GatewayHarness) -> None:
 
 
 @pytest.mark.parametrize("keyed", [True, False])
-def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
+def test_oversized_message_is_strike_and_excuses_other_workers(
     cluster_key: Path, keyed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One turn reads a bounded number of parts however long the message is, and the silence of the others meanwhile

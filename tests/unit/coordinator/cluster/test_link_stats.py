@@ -36,7 +36,7 @@ def test_a_joining_worker_is_tried_with_a_few_others() -> None:
     assert len(links.trials(prefill(registry, 0), registry)) == MAX_PEERS
 
 
-def test_the_second_trial_tells_the_rate_and_the_third_the_latency() -> None:
+def test_second_link_trial_measures_rate_and_third_latency() -> None:
     registry, links = Registry(None), LinkStats()
     ends = prefill(registry, 0), decode(registry, 0)
 

@@ -74,7 +74,7 @@ def test_a_worker_is_ready_once_it_was_welcomed() -> None:
     assert registry.seen["decode"] == {"d0"}
 
 
-def test_only_who_did_not_leave_is_reckoned_with_when_nobody_of_its_role_is_there() -> None:
+def test_registry_keeps_hellos_of_missing_but_not_departed_workers() -> None:
     registry = Registry("f")
     prefill, lost = join(registry, "p0", "i0", "prefill"), join(registry, "d0", "i1")
     registry.gone(lost)
@@ -112,7 +112,7 @@ def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], word
     assert len(registry) == 1
 
 
-def test_what_a_worker_of_the_same_files_has_made_otherwise_is_named() -> None:
+def test_registry_names_differing_weights_or_quantization() -> None:
     registry = Registry("f")
     join(registry, fingerprint="f.w")
     for fingerprint, words in (("f.v", "whose weight files differ"), ("f.w.8", "with another --quantization")):
@@ -195,7 +195,7 @@ def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
     assert now - (TIMES.sweep_s + 10) <= TIMES.silence_s + 2 * TIMES.sweep_s
 
 
-def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_again() -> None:
+def test_registry_excuses_own_lag_only_before_last_heartbeat() -> None:
     registry = Registry("f")
     worker = join(registry)
     registry.sweep(0.0)
@@ -222,7 +222,7 @@ def test_a_coordinator_that_is_always_late_notices_silence_all_the_same(late_s: 
     assert now <= TIMES.silence_s + TIMES.sweep_s + 2 * late_s
 
 
-def test_a_short_lag_does_not_use_up_what_a_long_one_may_excuse() -> None:
+def test_short_lag_does_not_replace_longer_excused_lag() -> None:
     registry = Registry("f")
     join(registry)
     for now in (0.0, 0.3, 0.6, 10.6, 10.9, 11.2):
@@ -231,7 +231,7 @@ def test_a_short_lag_does_not_use_up_what_a_long_one_may_excuse() -> None:
 
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40), st.integers(0, 39), st.floats(0.0, 1.0))
-def test_the_longest_lag_since_somebody_was_heard_is_excused(lags: list[float], which: int, part: float) -> None:
+def test_silence_excludes_longest_lag_since_last_message(lags: list[float], which: int, part: float) -> None:
     looks, told = [0.0], LoopLag(TIMES.sweep_s)
     told.look(0.0)
     for late_s in lags:
@@ -251,7 +251,7 @@ def test_a_heartbeat_keeps_a_worker() -> None:
         assert registry.sweep(step * TIMES.sweep_s) == []
 
 
-def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
+def test_registry_removes_worker_without_heartbeats_despite_messages() -> None:
     registry = Registry("f")
     worker = join(registry)
     registry.beat(worker, beat("i0"), 0.0)
@@ -262,7 +262,7 @@ def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
     assert registry.sweep(8 * TIMES.sweep_s) == [(worker, f"silent for {8 * TIMES.sweep_s:.3g} s")]
 
 
-def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
+def test_messages_replace_first_heartbeat_for_one_lease() -> None:
     """A worker may send messages before its first heartbeat, but is given up if none comes within a lease."""
     registry = Registry("f")
     worker, gone_at = join(registry), 0.0
@@ -294,7 +294,7 @@ def beaten(
 
 
 @pytest.mark.parametrize("turn_s", [0.0, 0.3, 1.0, 3.0])
-def test_who_does_not_answer_its_leases_is_gone_though_its_heart_beats(turn_s: float) -> None:
+def test_registry_removes_worker_without_lease_acks_despite_heartbeats(turn_s: float) -> None:
     """The coordinator cannot know whether the worker receives nothing or its answers are lost."""
     registry = Registry("f")
     worker = join(registry)
@@ -310,7 +310,7 @@ def test_who_does_not_answer_its_leases_is_gone_though_its_heart_beats(turn_s: f
     assert told.startswith("d0 1 no answer over its control connection for "), "it may be replaced"
 
 
-def test_who_has_answered_what_we_have_not_read_yet_is_kept() -> None:
+def test_registry_keeps_worker_while_messages_are_unread() -> None:
     """While messages queue up, a heartbeat can overtake the lease acknowledgements."""
     registry = Registry("f")
     worker = join(registry)
@@ -323,7 +323,7 @@ def test_who_has_answered_what_we_have_not_read_yet_is_kept() -> None:
 
 
 @pytest.mark.parametrize("turn_s", [0.0, 0.4, 1.0, 3.0, 20.0])
-def test_who_answers_when_its_turn_is_over_is_kept_however_long_that_takes(turn_s: float) -> None:
+def test_registry_keeps_worker_that_acks_after_each_turn(turn_s: float) -> None:
     registry = Registry("f")
     worker = join(registry)
     registry.sweep(0.0)
@@ -344,7 +344,7 @@ def test_the_name_of_a_worker_that_is_here_cannot_be_taken(changes: dict[str, An
     assert isinstance(late, JoinRefused) and late.for_now, "two processes must not push each other out"
 
 
-def test_hello_again_starts_anew() -> None:
+def test_repeated_hello_replaces_worker_handle() -> None:
     registry = Registry("f")
     old = join(registry)
     again = join(registry)
@@ -389,7 +389,7 @@ def hung(registry: Registry, until_s: float, *, since: float = 0.0) -> list[str]
     return told
 
 
-def test_who_falls_silent_and_does_not_come_back_within_a_lease_is_to_be_replaced_once() -> None:
+def test_silent_worker_is_replaced_once_after_lease() -> None:
     registry = Registry(None)
     join(registry, "d0", pid=7)
     registry.sweep(0.0)
@@ -398,7 +398,7 @@ def test_who_falls_silent_and_does_not_come_back_within_a_lease_is_to_be_replace
     assert hung(registry, 60.0, since=given_up + TIMES.lease_s - TIMES.sweep_s) == ["d0 7 silent for 10 s"]
 
 
-def test_who_hangs_in_a_turn_is_to_be_replaced_as_well() -> None:
+def test_worker_that_hangs_in_turn_is_replaced() -> None:
     registry = Registry(None)
     worker = join(registry, "d0", pid=7)
     registry.sweep(0.0)
@@ -409,7 +409,7 @@ def test_who_hangs_in_a_turn_is_to_be_replaced_as_well() -> None:
 
 
 @pytest.mark.parametrize("incarnation", ["i0", "i1"], ids=["itself", "another process"])
-def test_who_comes_back_in_time_is_left_alone(incarnation: str) -> None:
+def test_rejoined_worker_is_not_replaced(incarnation: str) -> None:
     registry = Registry(None)
     join(registry, "d0")
     join(registry, "d1", "other")
@@ -420,7 +420,7 @@ def test_who_comes_back_in_time_is_left_alone(incarnation: str) -> None:
     assert [told.split()[0] for told in hung(registry, 60.0, since=last)] == ["d1"]
 
 
-def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
+def test_expected_worker_has_one_lease_to_join() -> None:
     registry = Registry(None)
     early = join(registry, "d0")
     for pid, name in enumerate(("d0", "d1", "d2")):
@@ -434,7 +434,7 @@ def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
     assert told == ["d2 2 no Hello to this coordinator for 8 s"]
 
 
-def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:
+def test_expected_worker_in_long_step_may_join_after_it() -> None:
     """Its heartbeats report the long step to a coordinator that does not know the worker."""
     registry = Registry(None)
     registry.expect_rejoin(WorkerName("d0"), "h", 7, 5.0)
@@ -451,7 +451,7 @@ def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:
     assert hung(registry, 90.0, since=60.0) == []
 
 
-def test_who_leaves_is_not_replaced() -> None:
+def test_departed_worker_is_not_replaced() -> None:
     registry = Registry(None)
     worker = join(registry)
     registry.sweep(0.0)
@@ -459,7 +459,7 @@ def test_who_leaves_is_not_replaced() -> None:
     assert hung(registry, 60.0) == []
 
 
-def test_our_own_lag_is_nobodys_hang() -> None:
+def test_coordinator_lag_is_not_counted_as_hang() -> None:
     registry = Registry(None)
     join(registry)
     registry.sweep(0.0)

@@ -73,7 +73,7 @@ async def test_a_chat_is_answered_by_a_pair(cluster: FakeCluster) -> None:
     assert sent.decode.address == "tcp://127.0.0.1:1"
 
 
-async def test_the_system_fingerprint_tells_how_weights_were_loaded(model: Path) -> None:
+async def test_system_fingerprint_depends_on_loaded_weights(model: Path) -> None:
     """Only workers know how they loaded the weights, and quantized weights answer the same request differently."""
     seen: dict[str, list[str]] = {}
     roles: tuple[Role, ...] = ("prefill", "decode")
@@ -168,7 +168,7 @@ async def test_chat_logprobs(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("shape", [ChatShape, functools.partial(CompletionShape, echoes=[])])
-def test_logprobs_of_a_whole_answer_are_what_they_are_at_once(model: Path, shape: Any) -> None:
+def test_incremental_logprobs_equal_logprobs_encoded_together(model: Path, shape: Any) -> None:
     """Log-probabilities that were encoded token by token give the same JSON as all of them encoded together."""
     text, tokens = TextModel(model, vocab_size=VOCAB), list(range(8, 60))
     body = parse_chat({**HELLO, "logprobs": True, "top_logprobs": 2})

@@ -12,7 +12,7 @@ from coordinator.app import drain
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, _ask_and_read_no_more, open_cluster, until
 
 
-async def test_draining_finishes_what_runs_and_refuses_the_rest(model: Path) -> None:
+async def test_drain_finishes_running_requests_and_refuses_new_ones(model: Path) -> None:
     async with open_cluster(model, "prefill", drain_timeout=5.0) as cluster:
         await cluster.add("decode", step_s=0.02)
         asked = asyncio.create_task(cluster.stream(CHAT, {**HELLO, "max_tokens": 20}))
@@ -60,7 +60,7 @@ async def test_a_drain_waits_for_an_answer_that_is_still_read(model: Path) -> No
         writer.close()
 
 
-async def test_a_drain_ends_in_time_whoever_does_not_read(model: Path) -> None:
+async def test_drain_timeout_closes_unread_connections(model: Path) -> None:
     async with open_cluster(model, drain_timeout=0.1) as cluster:
         await cluster.add("colocated", step_s=0.0, changes={"kv_blocks": 8192})
         reader, writer = await _leave_unread(cluster)

@@ -43,7 +43,7 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
     assert admission.requests == 0
 
 
-def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
+def test_admission_refuses_request_that_would_miss_deadline() -> None:
     admission = Admission(max_requests=1000, max_tokens=1 << 20)
     for _ in range(100):
         admission.enter(1, 100, 0.0, within_s=0.01)  # no rate is known yet
@@ -63,7 +63,7 @@ def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
     admission.enter(1, 100, 0.0, within_s=0.1)
 
 
-def test_the_first_answers_of_a_start_refuse_nobody() -> None:
+def test_admission_does_not_judge_by_first_placements() -> None:
     admission = Admission(100, 1_000_000)
     admission.enter(6, 600, 0.0)
     for second in (0.0, 1.0, 2.0):  # three placements: a rate of 100 tokens per second
@@ -145,7 +145,7 @@ def test_refused_clients_get_the_times_of_one_place_after_the_other() -> None:
     assert (1 - RETRY_JITTER) * refusal(admission, 0.0, 2) > 8.0, "its own turn, and later as it found no place"
 
 
-def test_no_retry_time_exceeds_what_clients_obey() -> None:
+def test_retry_times_stay_within_client_limits() -> None:
     slow, fast = full(1, (0.0,), 1000.0), full(1, (0.0,), 0.001)
     assert (1 + RETRY_JITTER) * refusal(slow, 0.0) == pytest.approx(60) and refusal(slow, 0.0, 5) == MAX_RETRY_S
     assert refusal(fast, 0.0) == MIN_RETRY_S

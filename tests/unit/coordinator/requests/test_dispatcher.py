@@ -56,7 +56,7 @@ async def test_no_worker_of_a_role_is_said_at_once(
         valid("ErrorResponse", body)
 
 
-async def test_what_does_not_fit_now_waits_in_order_of_priority(model: Path) -> None:
+async def test_dispatcher_queues_by_priority(model: Path) -> None:
     async with open_cluster(model, "prefill") as cluster:
         await cluster.add("decode", step_s=0.02, changes={"kv_blocks": 3})
         asked = {"prompt": [50] * 16, "max_tokens": 16}
@@ -134,9 +134,7 @@ async def test_a_client_that_hangs_up_while_it_waits_for_workers_leaves_the_queu
         assert cluster.dispatcher.admission.requests == 0
 
 
-async def test_nobody_waits_for_the_start_of_a_worker_that_was_there(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dispatcher_does_not_wait_for_departed_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 60.0)
     async with open_cluster(model) as cluster:
         worker = await cluster.add("colocated")
@@ -147,7 +145,7 @@ async def test_nobody_waits_for_the_start_of_a_worker_that_was_there(
         assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
 
 
-async def test_who_waits_for_the_start_has_its_own_deadline(model: Path) -> None:
+async def test_request_deadline_applies_while_waiting_for_start(model: Path) -> None:
     async with open_cluster(model, request_timeout=0.3) as cluster:
         response, body = await cluster.post(CHAT, HELLO)
         assert response.status == 504 and body["error"]["code"] == "request_timeout"
@@ -167,7 +165,7 @@ async def test_a_full_queue_says_when_to_come_back(model: Path) -> None:
         await asyncio.gather(*tasks)
 
 
-async def test_a_full_queue_says_when_a_place_frees_by_what_requests_took_and_what_runs(model: Path) -> None:
+async def test_full_queue_derives_retry_time_from_service_times(model: Path) -> None:
     async with open_cluster(model, "prefill", max_queued_requests=1) as cluster:
         await cluster.add("decode", step_s=0.05, changes={"kv_blocks": 3})
         asked = {"prompt": [50] * 16, "max_tokens": 8}

@@ -146,7 +146,7 @@ async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> 
 
 @pytest.mark.parametrize("cut_off", ["it hears nothing", "it is not heard"])
 @pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
-async def test_a_worker_whose_heart_beats_over_another_connection_than_the_dead_one_is_replaced(
+async def test_worker_with_dead_control_connection_is_replaced_despite_heartbeats(
     model: Path, role: Role, cut_off: str
 ) -> None:
     """Also before the first token: no message would ever fail the request, and the heartbeats continue."""
@@ -267,9 +267,7 @@ async def test_a_tick_that_fails_is_not_the_last(cluster: FakeCluster, monkeypat
     await until(lambda: len(calls) > 1, "it is called again")
 
 
-async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unread_messages_do_not_count_as_stalls(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages wait behind one of too many parts. The time until it is dropped counts as the coordinator's lag."""
     sweeps, looks = list[float](), list[Any]()
     gateway, sweep = cluster.dispatcher.gateway, cluster.dispatcher.gateway.sweep
@@ -285,7 +283,7 @@ async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
 
 
 @pytest.mark.parametrize("policy", ["wait", "reject"])
-async def test_one_failed_hand_off_holds_nobody_up(model: Path, policy: str) -> None:
+async def test_failed_handoff_is_retried_without_delay(model: Path, policy: str) -> None:
     async with open_cluster(model, "decode", no_prefill_policy=policy) as cluster:
         broken = RequestFailed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
         prefill = await cluster.add("prefill", refuse=broken)
@@ -297,7 +295,7 @@ async def test_one_failed_hand_off_holds_nobody_up(model: Path, policy: str) -> 
             assert (await cluster.post(CHAT, {**HELLO, "max_tokens": 2}))[0].status == 200
 
 
-async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None:
+async def test_stopped_coordinator_does_not_count_own_absence_as_silence(model: Path) -> None:
     async with open_cluster(model, "prefill") as cluster:
         await cluster.add("decode", step_s=0.05)
         asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
@@ -400,7 +398,7 @@ async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_conn
         assert response.status == 503
 
 
-async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(model: Path) -> None:
+async def test_request_does_not_wait_for_missing_worker_that_hangs(model: Path) -> None:
     """A worker is waited for while its heartbeats report a turn that may still end; then the launcher replaces it."""
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         decode = await cluster.add("decode", rejoins=False)
@@ -420,7 +418,7 @@ async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(
         assert name == decode.name and why.startswith("no Hello since its connection broke for 2")
 
 
-async def test_a_request_that_waits_for_a_missing_worker_gets_what_that_one_holds(model: Path) -> None:
+async def test_request_for_missing_worker_is_sized_by_its_pool(model: Path) -> None:
     """A request without a length gets as many tokens as fit, as with a worker that is connected."""
     async with open_cluster(model, "prefill") as cluster:
         await cluster.add("decode", changes={"kv_blocks": 16, "max_model_len": 200})
@@ -434,7 +432,7 @@ async def test_a_request_that_waits_for_a_missing_worker_gets_what_that_one_hold
         assert usages[0] == usages[1]
 
 
-async def test_who_waited_for_a_missing_worker_that_came_back_waits_for_the_next_as_others_do(model: Path) -> None:
+async def test_request_that_waited_for_missing_worker_may_wait_again(model: Path) -> None:
     async with open_cluster(model) as cluster:
         worker = await cluster.add("colocated", delay_s=30, changes={"max_num_seqs": 1})
         [known] = cluster.dispatcher.registry
@@ -467,7 +465,7 @@ async def test_suspects_do_not_wait_for_ever_where_no_worker_is_left(
                 assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
 
 
-async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> None:
+async def test_death_before_receipt_does_not_suspect_request(model: Path) -> None:
     """Several workers are killed at once; some connections close only after the request has moved there."""
     async with open_cluster(model) as cluster:
         dying = [await cluster.add("colocated", delay_s=30, name=f"c{n}") for n in range(4)]
@@ -487,7 +485,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         assert len(record.progress.crashes) == 1, "that of the one that died with it"
 
 
-async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
+async def test_death_before_receipt_does_not_suspect_request_after_earlier_ping(model: Path) -> None:
     """Both workers are killed. The second one had acknowledged a ping while the request waited for room there."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
     async with open_cluster(model) as cluster:
@@ -510,7 +508,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answe
         assert response.status == 200
 
 
-async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
+async def test_unanswered_ping_is_repeated(model: Path) -> None:
     """Without a new ping, all later deaths of a worker would count as deaths before it got the request. An
     acknowledgement meant for an earlier coordinator, with a higher number, does not count."""
     async with open_cluster(model) as cluster:
@@ -537,7 +535,7 @@ async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
         assert response.status == 500 and body["error"]["code"] == "request_quarantined"
 
 
-async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -> None:
+async def test_retry_is_placed_before_newer_requests(model: Path) -> None:
     """Also while it is unknown which other workers live: a place that becomes free goes to the older request."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
     async with open_cluster(model) as cluster:
@@ -648,7 +646,7 @@ async def test_the_lost_end_of_one_choice_is_asked_for_while_another_goes_on(mod
         assert (0, 20) in {(message.choice, message.start) for message in worker.got(Resend)}
 
 
-async def test_a_request_whose_end_is_not_told_again_is_given_again(model: Path) -> None:
+async def test_request_is_retried_without_answer_to_resend(model: Path) -> None:
     async with open_cluster(model, "prefill") as cluster:
         decode = await cluster.add("decode", drop={Tokens})
         asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 5}))
@@ -688,7 +686,7 @@ async def test_a_pair_that_keeps_failing_is_left_alone_until_it_works_again(mode
         assert not any(worker["avoids"] for worker in body["workers"]), "one success is enough"
 
 
-async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:
+async def test_leases_list_attempts_of_worker(model: Path) -> None:
     def listed(worker: FakeWorker) -> set[int]:
         return {transfer.attempt for transfer in unpack_transfers(worker.got(Lease)[-1].live)}
 
@@ -773,7 +771,7 @@ async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
         assert all(len(worker.got(Generate)) == 1 for worker in leaving), "and never again"
 
 
-async def test_a_worker_of_another_model_is_turned_away(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_worker_of_other_model_is_refused(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
     stranger = await cluster.add("decode", fingerprint="other")
     assert stranger.turned and "fingerprint" not in stranger.turned, "it has shown no key"
     assert "decode-2" in caplog.text and "fingerprint other" in caplog.text

@@ -27,7 +27,7 @@ async def test_more_blocks_than_any_worker_has(model: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 4])
-async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
+async def test_unlimited_request_gets_pool_capacity(model: Path, n: int) -> None:
     async with open_cluster(model) as cluster:
         await cluster.add("prefill", script=letters("hi"))
         await cluster.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
@@ -75,7 +75,9 @@ async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(mod
         assert events[-1]["usage"]["completion_tokens"] == 300 and not short.got(Reserve) and not short.got(Generate)
 
 
-async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_too_large_for_remaining_workers_ends_with_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
         first = await cluster.add("decode", step_s=0.01)
@@ -86,7 +88,9 @@ async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, mon
         assert events[-1]["error"]["code"] == "worker_lost" and "316 tokens" in events[-1]["error"]["message"]
 
 
-async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_ended_request_is_truncated_to_remaining_capacity(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If much less than half of an unlimited answer fits, it waits for a larger worker, then is truncated."""
     monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
@@ -104,7 +108,9 @@ async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch:
         assert record.prompt_length + record.output_length == 16 * blocks
 
 
-async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspects_too_large_for_remaining_workers_end_with_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each stream has already met a worker's death, so the two are suspects and are tried one at a time."""
     monkeypatch.setattr(wait_limits, "WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
@@ -165,7 +171,7 @@ async def test_a_prompt_that_only_decode_could_compute_is_refused_where_it_may_n
         assert (await cluster.post(TEXT, {"prompt": [50] * 64, "max_tokens": 3}))[0].status == 200
 
 
-def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> None:
+def test_demand_counts_unfinished_choices_only() -> None:
     def record(**changes: Any) -> RequestRecord:
         sampling = SamplingParams(2000, 1, min_tokens=changes.pop("min_tokens", 0))
         client: Any = None
@@ -186,7 +192,7 @@ def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> N
     assert free.demand().least == 1
 
 
-async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unplaceable_request_does_not_block_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.requests.wait_limits.WORKERLESS_WAIT_S", 0.3)
     async with open_cluster(model, "prefill") as cluster:
         large = await cluster.add("decode", step_s=0.02, changes={"kv_blocks": 20})
@@ -206,7 +212,7 @@ async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, m
         assert response.status == 200 and body["usage"]["completion_tokens"] == 240
 
 
-async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
+async def test_unstreamed_request_fails_and_stream_waits_for_worker(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.requests.wait_limits.WORKERLESS_WAIT_S", 0.3)

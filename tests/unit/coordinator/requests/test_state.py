@@ -69,7 +69,7 @@ def test_decode_may_speak_before_prefill() -> None:
     assert progress.state is State.DECODING
 
 
-def test_a_gap_names_what_is_missing_and_takes_nothing() -> None:
+def test_gap_names_missing_position_and_accepts_nothing() -> None:
     progress = placed()
     assert progress.accept(0, 0, 2, [9], RUNNING) == Gap(0)
     assert progress.output == [[]]
@@ -83,7 +83,7 @@ def test_an_end_may_come_without_new_tokens() -> None:
 
 
 @pytest.mark.parametrize(("choice", "attempt"), [(0, 1), (1, 0), (-1, 0), (5, 0)])
-def test_spans_of_nobody_are_dropped(choice: int, attempt: int) -> None:
+def test_spans_of_unknown_choice_or_attempt_are_dropped(choice: int, attempt: int) -> None:
     assert placed().accept(choice, attempt, 0, [1], RUNNING) is None
 
 
@@ -96,7 +96,7 @@ def test_nothing_is_taken_after_the_end_of_a_choice() -> None:
     assert progress.accept(1, 0, 0, [1], RUNNING) is None
 
 
-def test_a_setback_fences_the_old_attempt_and_keeps_what_was_said() -> None:
+def test_retry_rejects_old_attempt_and_keeps_output() -> None:
     progress = placed(2)
     progress.accept(0, 0, 0, [1, 2], RUNNING)
     assert progress.retry() == "retry"
@@ -117,7 +117,7 @@ def test_retries_before_the_first_token_are_few() -> None:
     assert progress.retry() == "spent"
 
 
-def test_being_turned_away_at_the_door_costs_nothing() -> None:
+def test_free_retry_does_not_count_against_limits() -> None:
     progress = placed()
     for attempt in range(1, 2 * (MAX_RETRIES + MAX_MIGRATIONS)):
         assert progress.retry(free=True) == "retry"
@@ -191,7 +191,7 @@ def test_output_from_workers_that_live_clears_a_suspect() -> None:
     assert not progress.survives(1), "it is cleared once"
 
 
-def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
+def test_death_of_worker_that_only_reserved_does_not_suspect_request() -> None:
     """A decode worker that dies while it only holds blocks for a request does not make the request a suspect."""
     progress = placed()
     assert not progress.on_worker_lost(P) and progress.retry() == "retry"
@@ -204,7 +204,7 @@ def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
     assert progress.on_worker_lost(D), "this one computed it"
 
 
-def test_a_span_that_tells_known_tokens_otherwise_is_a_contradiction() -> None:
+def test_span_that_changes_known_tokens_is_contradiction() -> None:
     progress = placed()
     progress.accept(0, 0, 0, [7, 8], RUNNING)
     for start, ids in ((0, [7, 9]), (0, [6, 8, 9]), (1, [9, 9]), (0, [9])):

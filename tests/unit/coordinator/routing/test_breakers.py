@@ -44,7 +44,7 @@ def test_failures_that_are_far_apart_open_nothing() -> None:
         assert breakers.allows(PAIR)
 
 
-def test_a_success_between_failures_starts_the_count_anew() -> None:
+def test_success_resets_failure_count() -> None:
     breakers = Breakers()
     for _ in range(10):
         for _ in range(FAILURES - 1):
@@ -90,7 +90,7 @@ def test_late_failures_do_not_prolong_a_cool_down() -> None:
     assert breakers.tick(FIRST_COOL_DOWN_S)
 
 
-def test_who_was_on_its_way_when_it_opened_is_not_the_one_that_tries() -> None:
+def test_earlier_request_does_not_decide_half_open_breaker() -> None:
     breakers = opened()
     breakers.tick(FIRST_COOL_DOWN_S)
     breakers.failed(PAIR, TWO, FIRST_COOL_DOWN_S)

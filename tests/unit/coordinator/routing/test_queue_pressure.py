@@ -11,7 +11,7 @@ from deploy.launcher.screen import Lines
 from tests.unit.coordinator.routing.test_router import cluster
 
 
-def test_it_is_told_of_once_and_does_not_flutter() -> None:
+def test_queue_pressure_reports_changes_once_with_hysteresis() -> None:
     told: list[bool] = []
     queue_pressure = QueuePressure(told.append)
     for steps in (0, DEEP_STEPS - 1, DEEP_STEPS, DEEP_STEPS - 1, SHALLOW_STEPS, DEEP_STEPS, SHALLOW_STEPS - 1, 0):

@@ -107,7 +107,7 @@ def test_a_larger_pool_does_not_draw_everything() -> None:
     assert sum(worker is small for worker in placed) == 4
 
 
-def test_a_small_pool_gets_what_it_can_hold() -> None:
+def test_router_places_in_proportion_to_pool_size() -> None:
     registry = Registry("f")
     join(registry, "p", "p", "prefill")
     small = join(registry, "small", "small", "decode", kv_blocks=40, max_num_seqs=100)
@@ -127,7 +127,7 @@ def test_decode_goes_where_its_prefix_is_unless_that_costs_a_place() -> None:
     assert place(router, Demand(321, 16, 1, keys))[0].decode is first, "second is the fuller one now"
 
 
-def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
+def test_router_places_waiting_demand_after_release() -> None:
     router, _ = cluster()
     promises = [place(router, Demand(400, 400, 1))[1] for _ in range(2)]  # 50 of 100 blocks each
     assert isinstance(router.place(Demand(16, 16, 1)), Wait)
@@ -167,7 +167,7 @@ def test_a_request_never_goes_where_it_could_not_end() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 16), st.integers(1, 60))
-def test_the_most_output_is_what_just_fits(tokens: int, choices: int, blocks: int) -> None:
+def test_most_output_is_largest_that_fits(tokens: int, choices: int, blocks: int) -> None:
     registry = Registry("f")
     router = Router(registry)
     assert router.most_output(tokens, choices) is None
@@ -204,7 +204,7 @@ def test_a_request_never_goes_where_it_would_be_cut_short() -> None:
         assert place(router, asked)[0].decode is long
 
 
-def test_who_takes_what_there_is_takes_most_of_it() -> None:
+def test_open_ended_demand_goes_to_worker_with_most_room() -> None:
     registry = Registry("f")
     join(registry, "tiny", "tiny", "colocated", kv_blocks=200, max_model_len=401)
     most = join(registry, "most", "most", "colocated", kv_blocks=200, max_model_len=640)
@@ -364,7 +364,7 @@ def test_streams_in_all_slots_leave_no_room_for_a_prompt() -> None:
     assert place(router, Demand(600, 10, 1))[0].path == "local"
 
 
-def test_what_prefill_does_not_get_to_for_long_waits_for_whoever_is_free_first() -> None:
+def test_router_holds_prompt_behind_long_prefill_backlog() -> None:
     router, (prefill, _) = roomy()
     _, promise = place(router, Demand(HELD_STEPS * 512, 10, 1))
     assert place(router, Demand(600, 10, 1))[0].path == "local"
@@ -373,7 +373,7 @@ def test_what_prefill_does_not_get_to_for_long_waits_for_whoever_is_free_first()
     assert place(router, Demand(600, 10, 1))[0].prefill is prefill
 
 
-def test_who_goes_before_what_waits_there_is_not_held() -> None:
+def test_router_does_not_hold_urgent_prompt() -> None:
     router, (prefill, _) = roomy()
     place(router, Demand(HELD_STEPS * 512, 10, 1))
     place(router, Demand(600, 10, 1))

@@ -44,9 +44,7 @@ def lane() -> Iterator[Lane]:
     lane.close()
 
 
-async def test_retry_times_are_what_the_lane_takes_for_what_it_holds(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lane_retry_time_equals_time_of_queued_work(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(lanes, "time", clock)
     for _ in range(300):

@@ -92,7 +92,7 @@ def test_a_text_that_would_be_too_long_is_not_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("operator", ["+", "~"])
-def test_copies_of_what_there_is_are_bounded_together(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
+def test_render_budget_bounds_total_copies(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
     monkeypatch.setattr(render_budget, "MOST_MADE", 10 * MOST)
     loop = f"{{% for m in messages %}}{{% set ns.s = ns.s {operator} m.content %}}{{% endfor %}}"
     template = ChatTemplate("{% set ns = namespace(s='') %}" + loop, {})
@@ -149,7 +149,7 @@ PLAIN: dict[str, tuple[str, Json, str]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_fits_is_as_ever(name: str) -> None:
+def test_template_within_budget_renders_as_expected(name: str) -> None:
     source, kwargs, wanted = PLAIN[name]
     assert ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], kwargs=kwargs, most=100) == wanted
 

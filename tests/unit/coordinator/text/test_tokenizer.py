@@ -142,7 +142,7 @@ def test_stop_strings_end_the_text_wherever_it_is_cut(
         assert any(whole.startswith(shown + stop) for stop in stops)
 
 
-def test_only_what_could_become_a_stop_string_is_held_back() -> None:
+def test_stop_window_holds_back_possible_stop_prefixes() -> None:
     window = StopWindow(StopStrings(["END", "\n\n"], include=False))
     assert window.push("text E") == ("text ", False)
     assert window.push("N") == ("", False)
@@ -222,7 +222,7 @@ def test_developer_is_system_where_the_template_does_not_know_it() -> None:
     assert shown.startswith("<|system|>a")
 
 
-def test_what_the_template_wrote_is_marked() -> None:
+def test_rendering_marks_template_text() -> None:
     shown = ChatTemplate(TEMPLATE, {"bos_token": "B"}).render([{"role": "user", "content": "a<|end|>b"}])
     assert shown == "B<|user|>a<|end|>b<|end|><|assistant|>"
     assert [char for char, own in zip(shown, origins(shown), strict=True) if not own] == list("a<|end|>b")
@@ -389,7 +389,7 @@ def test_a_malformed_file_is_a_failed_start(tmp_path: Path, name: str, content: 
         TextModel(tmp_path, vocab_size=VOCAB)
 
 
-def test_what_is_no_token_is_ignored_where_transformers_ignores_it(tmp_path: Path) -> None:
+def test_tokenizer_ignores_undefined_special_tokens(tmp_path: Path) -> None:
     settings = {"eos_token": None, "add_bos_token": True, "extra_special_tokens": None, "pad_token": ""}
     declaring(tmp_path, [], **settings)
 

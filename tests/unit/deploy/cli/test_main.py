@@ -196,7 +196,7 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(role: str, imported: float,
         assert worker.stderr.read() == ""
 
 
-def test_who_interrupts_a_measurement_is_told_that_it_is_lost(
+def test_interrupted_measurement_reports_loss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bench.commands import roofline
@@ -232,7 +232,7 @@ def test_a_chat_without_a_server() -> None:
         (f"http://{'a' * 64}.example", "cannot reach"),
     ],
 )
-def test_a_chat_with_what_is_no_server(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_reports_unusable_url(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "hello", "--url", url]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and said in lines[0] and "--url" in lines[2], lines
@@ -287,7 +287,7 @@ def test_config_shows_no_key_that_stands_inside_a_value(words: tuple[str, ...]) 
     assert key not in result.stdout + result.stderr
 
 
-def test_whoever_reads_may_have_seen_enough() -> None:
+def test_command_ends_silently_on_closed_pipe() -> None:
     """The reader of a pipe may close it early, as head does after ten lines."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -312,9 +312,7 @@ def test_config_of_a_mistyped_command(
     assert cli.main(["config", "prefil"]) == 0, "that directory may well be a model"
 
 
-def test_what_listens_and_says_nothing_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_times_out_on_silent_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A worker's port accepts and sends nothing. The first page that is fetched costs a server no time: its deadline is
     short."""
     monkeypatch.setattr(http_client, "PAGE_S", 0.1)
@@ -340,7 +338,7 @@ def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan --cost {}/nowhere/cost.json", "correct --cost"),
     ],
 )
-def test_what_a_benchmark_is_told_is_checked_before_anything_is_started(
+def test_benchmark_checks_options_before_start(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module in (compare, plan):

@@ -45,7 +45,7 @@ class Launcher:
         return {}
 
 
-async def test_a_line_carries_wishes_who_hangs_and_that_prompts_pile_up_also_at_once() -> None:
+async def test_ipc_carries_scale_requests_replacements_and_pressure() -> None:
     launcher, (ours, theirs) = Launcher(), socket.socketpair()
     serving, ipc = asyncio.create_task(serve(ours, launcher)), SupervisorIPC(theirs.dup().detach())
     ipc.replace("decode-0", 7, "silent for 10 s")
@@ -137,7 +137,7 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
 
 
 @pytest.mark.processes
-async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serves(
+async def test_killed_child_leaves_before_serving_child(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds also before the event loop hears of the death: the serving worker must not be removed in its place."""

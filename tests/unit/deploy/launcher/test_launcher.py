@@ -78,7 +78,7 @@ def test_a_quota_or_a_wish_changes_the_threads() -> None:
     ("chosen", "usable", "quota", "workers", "expected"),
     [((3, 4, 5), 8, 2, 4, 3), (None, 8, None, 1, 8), (None, 8, None, 2, 4), (None, 64, 4, 2, 2), (None, 2, None, 3, 1)],
 )
-def test_who_is_started_by_itself_takes_its_share(
+def test_own_threads_divide_usable_cores(
     chosen: tuple[int, ...] | None,
     usable: int,
     quota: int | None,
@@ -91,7 +91,7 @@ def test_who_is_started_by_itself_takes_its_share(
     assert cores.own_threads(chosen, workers) == expected
 
 
-def test_workers_that_join_later_get_what_is_free_or_least_crowded() -> None:
+def test_later_workers_get_free_or_least_used_cores() -> None:
     running = cores.deal(range(4), 2)[:1]  # (0, 1)
     assert cores.deal_more(range(4), running, 1) == [cores.Share((2, 3), 2)]
     assert cores.deal_more(range(4), running, 2) == [cores.Share((2,), 1), cores.Share((3,), 1)]
@@ -181,7 +181,7 @@ def test_a_free_port_is_found_and_kept() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how ports are given is Linux's")
-def test_a_port_that_is_kept_is_given_to_nobody_who_asks_for_any() -> None:
+def test_claimed_port_is_not_assigned_to_others() -> None:
     with claim_port("127.0.0.1", 0, "--port") as claimed, socket.create_server(("127.0.0.1", 0)) as server:
         port = claimed.getsockname()[1]
         for doing in ("dialling", "binding"):

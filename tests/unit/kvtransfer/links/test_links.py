@@ -444,7 +444,7 @@ FRAMES = 3
         "of so many bytes each, and committed",
     ],
 )
-def test_what_lands_in_one_turn_is_acknowledged_together(
+def test_receiver_combines_acks_of_one_turn(
     committed: bool, at_once: int, answers: list[type], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "ACKNOWLEDGED_BYTES", at_once)
@@ -511,7 +511,7 @@ def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyP
         handoff.close()
 
 
-def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> None:
+def test_receiver_repeats_accept_once_per_turn() -> None:
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
     handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
@@ -601,7 +601,7 @@ def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
         handoff.close()
 
 
-def test_a_pool_in_this_process_is_reached_while_its_owner_answers_and_its_door_is_there() -> None:
+def test_memory_pool_connects_while_owner_answers_and_endpoint_exists() -> None:
     pool, pools, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 2), memory.Pools(), Incarnation("gone")
     endpoint = pools.endpoint(pool, owner)
     os.close(knocked(pools, pool))
@@ -616,7 +616,7 @@ def test_a_pool_in_this_process_is_reached_while_its_owner_answers_and_its_door_
     pool.close()
 
 
-def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_endpoint_recovers_from_exhausted_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that runs out of descriptors for a moment must not be unreachable for the rest of its life."""
     refused = threading.Semaphore(0)
 
@@ -646,7 +646,7 @@ def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest
     memory.close()
 
 
-def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_endpoint_serves_simultaneous_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """All decode workers of a host may connect at once, before the endpoint's thread runs; all of them are served."""
     opens = threading.Event()
     serve = shm.PoolEndpoint._serve
@@ -675,7 +675,7 @@ def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_nixl
 @pytest.mark.torch
-def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
+def test_nixl_reader_refuses_invalid_announcement() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
     endpoint, reader = nixl.NixlPoolEndpoint(memory, owner), nixl.NixlReader(new_incarnation())
@@ -693,7 +693,7 @@ def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
 
 @needs_nixl
 @pytest.mark.torch
-def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
+def test_unreadable_nixl_pool_is_lost_until_reconnected() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
     endpoint, reader = nixl.NixlPoolEndpoint(memory, owner), nixl.NixlReader(new_incarnation())
@@ -727,7 +727,7 @@ signal.pause()
 @pytest.mark.processes
 @needs_nixl
 @pytest.mark.torch
-def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
+def test_stopped_nixl_sender_blocks_no_reader_and_leaks_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # otherwise the kernel reads the memory of the stopped process
@@ -776,7 +776,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
 
 @needs_nixl
 @pytest.mark.torch
-def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_anew(
+def test_handoff_with_lost_pool_fails_at_once_and_next_reconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, TransferLimits())
