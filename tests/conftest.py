@@ -165,7 +165,7 @@ def _children() -> dict[Any, str]:
             except OSError:
                 continue
             if "resource_tracker" not in command:  # multiprocessing's own, one per interpreter
-                found[pid, started] = f"process {pid}: {command or 'a zombie that nobody waits for'}"
+                found[pid, started] = f"process {pid}: {command or 'a zombie that its parent does not wait for'}"
     return found
 
 

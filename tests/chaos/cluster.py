@@ -424,8 +424,8 @@ class ChaosCluster:
         left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
         assert not left, f"processes left: {left}"
         sockets = Path("/proc/net/unix").read_text()
-        doors = [each for each in self._incarnations if f"@tandem-kv-{each}" in sockets]
-        assert not doors, f"doors of shared pools left: {doors}"
+        endpoints = [each for each in self._incarnations if f"@tandem-kv-{each}" in sockets]
+        assert not endpoints, f"endpoints of shared pools left: {endpoints}"
         mapped = [pid.name for pid in Path("/proc").glob("[0-9]*") if self._pools & set.union(*pools_of(int(pid.name)))]
         assert not mapped, f"processes that still map a pool of this cluster: {mapped}"
 
@@ -560,7 +560,7 @@ class ChaosCluster:
 
         named = [pid for pid in self._pids if "/dev/shm/" in maps_of(pid)]
         assert not named, f"processes that map files of shared memory: {named}"
-        await self.poll(unmapped, within_s, "nobody maps the pool of a worker that is gone")
+        await self.poll(unmapped, within_s, "no process maps the pool of a worker that is gone")
         return clock() - started
 
     # -- breaking and repairing ---------------------------------------------------------------------------------------

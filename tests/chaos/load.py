@@ -141,7 +141,7 @@ async def answered(
             figures.wrong.append("the load was over before the fault was")
     await load
     if happened is not None and not await happened():
-        figures.wrong.append("the fault did not happen, or nobody lost anything by it")
+        figures.wrong.append("the fault did not happen, or no request lost an attempt by it")
     ended = clock()
     figures.seconds = ended - started
     figures.free_s = max(0.0, await cluster.until_free(FREE_WITHIN_S) - ended)

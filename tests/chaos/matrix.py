@@ -87,7 +87,7 @@ async def _play(cluster: ChaosCluster, cell: Cell, session: aiohttp.ClientSessio
     elif cell.turns and result.turn_s > cell.turn_s:
         result.wrong = f"{result.turn_s:.2f} s to a token of the request itself, {cell.turn_s:g} s allowed"
     elif result.held_s > HELD_S:
-        result.wrong = f"something was held for nobody for {result.held_s:.2f} s, {HELD_S:g} s allowed"
+        result.wrong = f"a block was held after its attempt was over for {result.held_s:.2f} s, {HELD_S:g} s allowed"
     result.late = bool(result.wrong)
 
 
@@ -213,10 +213,10 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
     held_s, again = _longest(results), sum(result.times > 1 for result in results)
     noise = f" {again} were played again, as the host took {TAKEN:.0%} of the cores or more when they were late."
     lines = [
-        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; nothing was "
-        f"held for nobody for longer than {held_s:.2f} s.{noise if again else ''}",
+        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; no block was "
+        f"held after its attempt was over for longer than {held_s:.2f} s.{noise if again else ''}",
         "",
-        f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held for nobody (s) |",
+        f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held after its attempt was over (s) |",
         f"|---|---|---|{'---|' * len(PHASES)}---|",
     ]
     rows: dict[tuple[str, str, str], dict[Phase, Result]] = {}

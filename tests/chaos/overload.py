@@ -95,7 +95,7 @@ def _judge_refusals(figures: Figures, asks: Sequence[ChaosRequest], *, due: bool
     """Judge the time until requests were rejected, as clients see it. With ``due``, some must have been rejected."""
     times = sorted(ask.ended_at - ask.started_at for ask in asks if ask.status in (429, 503))
     if not times:
-        figures.wrong += ["nobody was refused at the door"] if due else []
+        figures.wrong += ["no request was refused"] if due else []
         return
     p99_s = times[math.ceil(0.99 * len(times)) - 1]
     figures.faults[f"ms to a refusal (p99, of {1000 * REFUSED_S:.0f})"] = round(1000 * p99_s)

@@ -190,7 +190,7 @@ def _look(total: Figures, every_s: float) -> None:
         total.wrong.append(f"never {', '.join(sorted(missing))}")
     phases = {f"left {phase}" for phase in (QUEUED, COMPUTED, SHIPPED, STREAMED)}
     if total.verdicts.total() >= LEG and (missing := phases - total.verdicts.keys()):
-        total.wrong.append(f"nobody {', '.join(sorted(missing))}")
+        total.wrong.append(f"no client {', '.join(sorted(missing))}")
     if total.gap_s > total.allowed_gap_s:
         total.wrong.append(f"a gap of {total.gap_s:.2f} s")
 

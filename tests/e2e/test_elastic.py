@@ -102,7 +102,7 @@ async def test_workers_join_and_leave_a_running_system(
         return answer.path, answer.headers.get("x-tandem-decode")
 
     async with cluster.system.client() as client:
-        assert await client.ready() == 503, "nobody has joined"
+        assert await client.ready() == 503, "no worker has joined"
         started = time.monotonic()
         async with await client.post("/v1/completions", prompt=[9, 9], **FIELDS) as response:
             assert response.status == 503
@@ -127,7 +127,7 @@ async def test_workers_join_and_leave_a_running_system(
 
         running = asyncio.gather(*(ask(client, 500 + i) for i in range(8)))
         await asyncio.to_thread(cluster.stop, "d0")
-        assert len(await running) == 8, "nobody's request fails when a worker leaves"
+        assert len(await running) == 8, "no request fails when a worker leaves"
         await cluster.until_gone(client, "d0")
         assert await ask(client, 702) == ("disagg", "d1")
 
@@ -181,7 +181,7 @@ async def test_a_killed_worker_costs_a_pause_and_no_token(
         headers = await begun
         cluster.workers.pop("p0" if role == "prefill" else headers["x-tandem-decode"]).kill()
         await asyncio.gather(*streams)
-        assert role == "prefill" or await number(client, MIGRATED) >= 1, "somebody was cut in mid-stream"
+        assert role == "prefill" or await number(client, MIGRATED) >= 1, "a stream was interrupted"
         await client.until_idle(10)
 
 

@@ -320,7 +320,7 @@ def test_a_partition_of_five_seconds_costs_no_answer(cluster: NamespacedCluster)
 
 
 @pytest.mark.parametrize(
-    ("whose", "words"), [("nobody's", "it requires a key"), ("another cluster's", "keys of another tandem keygen")]
+    ("whose", "words"), [("no cluster's", "it requires a key"), ("another cluster's", "keys of another tandem keygen")]
 )
 def test_coordinator_refuses_worker_with_wrong_key(
     cluster: NamespacedCluster, tmp_path: Path, whose: str, words: str

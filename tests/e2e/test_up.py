@@ -251,7 +251,9 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     wait_for(lambda: sockets_nearby(coordinator_of(up)) == 1 + 2 * 2, 5)
     if len(os.sched_getaffinity(0)) > 1:
         decode = os.sched_getaffinity(before["decode-0"]["pid"])
-        assert decode and not decode & os.sched_getaffinity(coordinator_of(up)), "nobody else's turn delays a token"
+        assert decode and not decode & os.sched_getaffinity(coordinator_of(up)), (
+            "no other process's turn delays a token"
+        )
     os.kill(before["decode-0"]["pid"], signal.SIGKILL)
 
     def healed() -> bool:
@@ -317,7 +319,7 @@ def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start_q
     wait_for(lambda: server.get("/ready")[0] == 200, START_S)
     after = workers(server)
     assert after["decode-0"]["pid"] != before["decode-0"]["pid"] and not psutil.pid_exists(before["decode-0"]["pid"])
-    assert after["prefill-0"]["pid"] == before["prefill-0"]["pid"], "who joins again stays"
+    assert after["prefill-0"]["pid"] == before["prefill-0"]["pid"], "a worker that joins again stays"
     assert len(list(ask(server, 4))) == 5
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(30) == 0

@@ -70,7 +70,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "no memory": ((), {"trouble": "no memory for bodies"}),
     "full lanes": ((), {"trouble": "full lanes"}),
     "slow queue": (("colocated",), {"trouble": "a slow queue"}),
-    "deadly": (("colocated",) * 3, {"trouble": "who is busy dies", "workers": SILENT}),
+    "deadly": (("colocated",) * 3, {"trouble": "the busy worker dies", "workers": SILENT}),
     "broken lines": (("colocated",) * 2, {"trouble": "connections break", "workers": SILENT}),
     "leaving": (("colocated",), {"slow": 60.0}),
     "shrinking": (("prefill", "decode"), {"trouble": "a smaller decode worker", "slow": 60.0, "failure_timeout": 0.5}),

@@ -66,7 +66,7 @@ def _slow_queue(cluster: Any) -> Iterator[None]:
 # -- workers that go --------------------------------------------------------------------------------------------------
 
 
-async def _who_is_busy_dies(cluster: Any) -> None:
+async def _busy_worker_dies(cluster: Any) -> None:
     while True:
         for worker in cluster.workers:
             if worker.alive and worker.busy:
@@ -74,7 +74,7 @@ async def _who_is_busy_dies(cluster: Any) -> None:
         await asyncio.sleep(0.005)
 
 
-async def _connections_of_who_is_busy_break(cluster: Any) -> None:
+async def _connections_of_busy_worker_break(cluster: Any) -> None:
     dispatcher = cluster.dispatcher
     while True:
         for record in list(dispatcher.records.values()):
@@ -111,8 +111,8 @@ FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "a slow queue": _slow_queue,
 }
 EVENTS: dict[str, Callable[[Any], Awaitable[None]]] = {
-    "who is busy dies": _who_is_busy_dies,
-    "connections break": _connections_of_who_is_busy_break,
+    "the busy worker dies": _busy_worker_dies,
+    "connections break": _connections_of_busy_worker_break,
     "a smaller decode worker": _a_smaller_decode_worker_comes_instead,
 }
 

@@ -136,7 +136,7 @@ class Scenario:
             if self.planner:
                 self.one_step()
             self.step += 1
-            assert self.step < 100 + 10 * work, "somebody starves"
+            assert self.step < 100 + 10 * work, "a sequence starves"
 
     def arrivals_and_aborts(self) -> None:
         for index, (plan, request) in enumerate(self.requests):
@@ -171,7 +171,7 @@ class Scenario:
 
     def one_step(self) -> None:
         batch = self.planner.plan()
-        assert batch is not None, "there is work, and nobody else holds blocks, but nothing is planned"
+        assert batch is not None, "there is work, and no other sequence holds blocks, but nothing is planned"
         assert 0 < batch.length <= self.planner.max_tokens, "token budget"
         assert len(batch.segments) <= self.planner.max_sequences, "sequence limit"
         classes = len({plan.priority for plan, _ in self.requests})
@@ -397,7 +397,7 @@ def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None
     third = simple(1, 1, index=2)
     planner.add(third)
     while old.finish is FinishReason.RUNNING:
-        assert {s.sequence for s in advance(planner).segments} == {old}, "nobody overtakes what was parked"
+        assert {s.sequence for s in advance(planner).segments} == {old}, "no sequence overtakes a parked one"
     planner.finish(old)
     assert advance(planner).segments[0].sequence is new
     assert not planner.parked

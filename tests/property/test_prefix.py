@@ -107,6 +107,6 @@ def test_the_index_is_a_dictionary_of_prefixes(block_size: int, data: st.DataObj
         assert index.match(chain, limit) == model.match(salt, tokens, limit)
         assert len(index) == len(model.block_of)
         added, removed = index.take_changes()
-        assert not set(added) & set(removed), "a change is told in its final state"
+        assert not set(added) & set(removed), "a change is reported in its final state"
         announced = (announced | set(added)) - set(removed)
         assert len(announced) == len(index), "announcements lead a listener to the same set"

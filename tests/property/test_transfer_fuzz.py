@@ -190,7 +190,7 @@ class TransferPair:
         busy = {3 * slot + index for slot in self.held.values() for index in range(3)}
         for block in set(range(self.target.blocks)) - busy:
             assert (self.target.raw[block] == self.before[block]).all(), (
-                f"block {block} was written by nobody's transfer"
+                f"block {block} was written by no known transfer"
             )
         assert self.credit.held() <= self.credit.total_bytes
 

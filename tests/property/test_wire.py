@@ -526,7 +526,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("kind", UNIONS, ids=["from worker", "to heart", "to worker", "to decode", "to prefill"])
+@pytest.mark.parametrize(
+    "kind", UNIONS, ids=["from worker", "to heartbeat thread", "to worker", "to decode", "to prefill"]
+)
 def test_hostile_bytes(name: str, kind: Any) -> None:
     """With a valid digest, as an attacker would send them; little is built of them before they are refused."""
     refused(HOSTILE[name], kind)

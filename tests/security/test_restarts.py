@@ -35,7 +35,7 @@ async def until_it_listens(client: Client) -> None:
                 assert response.status == 200
                 return
         except aiohttp.ClientConnectionError:
-            assert time.monotonic() < deadline, f"nobody listens:\n{client.system.process.text}"
+            assert time.monotonic() < deadline, f"no process listens:\n{client.system.process.text}"
             await asyncio.sleep(0.01)
 
 

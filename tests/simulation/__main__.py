@@ -82,9 +82,7 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, 
         kept = json.loads(keep.read_text())
         if kept["first"] == seeds.start and kept["sources"] == sources:  # other code gives other histories
             total, failures, start = Outcome.of(kept["outcome"]), kept["failures"], kept["next"]
-            print(
-                f"seeds {seeds.start} to {start - 1} were played before, by the same code (delete {keep} to begin anew)"
-            )
+            print(f"seeds {seeds.start} to {start - 1} were played before, by the same code (delete {keep} to restart)")
     chunks = [range(at, min(at + CHUNK, seeds.stop)) for at in range(start, seeds.stop, CHUNK)]
     play = functools.partial(_chunk, frozen)
     with contextlib.ExitStack() as stack:
@@ -105,7 +103,7 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, 
                 keep.with_suffix(".part").replace(keep)
     for seed, text in failures[:20]:
         print(f"seed {seed}: {text}")
-    told = [f"{len(seeds):,} histories; failed: {[seed for seed, _ in failures] or 'none'}", *_told(total)]
+    told = [f"{len(seeds):,} histories; failed: {[seed for seed, _ in failures] or 'none'}", *_summary(total)]
     print(*told, f"{seeds.stop - start:,} of them now, in {time.monotonic() - began:.1f} s", sep="\n")
     if report is not None:
         words = f"`python -m tests.simulation --seeds {seeds.start}:{seeds.stop}`, {date.today()}, sources {sources}"
@@ -113,7 +111,7 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, 
     return 1 if failures else 0
 
 
-def _told(total: Outcome) -> list[str]:
+def _summary(total: Outcome) -> list[str]:
     ends = ", ".join(f"{count:,} {how}" for how, count in total.ends.most_common())
     faults = ", ".join(f"{count:,} {fault}" for fault, count in total.faults.most_common())
     return [

@@ -141,12 +141,12 @@ def _misses_full(self: Router) -> Any:
     return "decode" if all(full) and not self.registry.ready("colocated") else _MISSING(self)
 
 
-def _keeps_its_heart(self: Membership, interval_s: float) -> None:
+def _keeps_heartbeat_thread(self: Membership, interval_s: float) -> None:
     if self._heartbeat_thread is None:
         _START_HEART(self, interval_s)
 
 
-def _hears_a_word(self: Registry, worker: Member) -> None:
+def _counts_any_message(self: Registry, worker: Member) -> None:
     _RENEWED(self, worker)
     worker.heard_at = math.inf
 
@@ -246,22 +246,23 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "no hang watchdog": (
         Mutation("a step may take for ever", Registry, "hangs", _no, (NO_FIRST_TOKEN,)),
     ),
-    "a heart is enough": (
+    "heartbeats replace lease acknowledgements": (
         Mutation(
             "leases that are not answered are not missed",
             Registry, "leased", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
         ),
     ),
-    "wait for ever to be heard": (
-        Mutation("who is cut off does not dial anew", Membership, "_dial_again", _nothing, ("is not registered",)),
+    "worker never reconnects": (
+        Mutation("a cut-off worker does not reconnect", Membership, "_dial_again", _nothing, ("is not registered",)),
     ),
-    "one heart for ever": (
+    "heartbeat thread is never restarted": (
         Mutation(
-            "who joins anew keeps its heart", Membership, "_start_heartbeats", _keeps_its_heart, (CARRIES_NOTHING,)
+            "a rejoined worker keeps its heartbeat thread",
+            Membership, "_start_heartbeats", _keeps_heartbeat_thread, (CARRIES_NOTHING,),
         ),
     ),
-    "a word is a heartbeat": (
-        Mutation("who speaks is not silent", Registry, "renewed", _hears_a_word, (CARRIES_NOTHING,)),
+    "any message is a heartbeat": (
+        Mutation("any message ends a silence", Registry, "renewed", _counts_any_message, (CARRIES_NOTHING,)),
     ),
     "silence is death": (
         Mutation("one late heartbeat is enough", FailureTimes, "silence_s", 0.3, (FALSE_ALARM,)),
@@ -299,7 +300,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             Worker, "close", _leaves, ("have died of one", "fails with request_timeout"),
         ),
     ),
-    "blame everybody": (
+    "suspect every request": (
         Mutation(
             "all that met two crashes are refused", CrashVerdicts, "worker_died", _blames_all,
             ("beside a poisonous one",),
@@ -322,7 +323,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "hand-offs wait for an empty pool": (
         Mutation(
-            "blocks are granted when nobody else runs",
+            "blocks are granted when no other request runs",
             Reservations, "grant", _grants_to_the_only_one, (NO_NEXT_TOKEN,),
         ),
     ),
@@ -340,7 +341,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "outgrown for ever": (
         Mutation(
-            "what fits nobody any more waits for ever",
+            "a request that fits no worker any more waits for ever",
             WaitLimits, "_give_up_stranded", _nothing, ("tokens ends with",),
         ),
     ),

@@ -326,7 +326,7 @@ class Disconnected(OneFault):
         super()._judge()
         for client in self.system.clients:
             if client.ends != ["done"]:
-                self.system.complain(f"request {client.number} ends with {client.ends}, though nobody has died")
+                self.system.complain(f"request {client.number} ends with {client.ends}, though no worker has died")
         self.system.check()
 
 

@@ -592,7 +592,9 @@ class SimulatedSystem:
             raise Broken("nothing will ever happen again")
         self._events += 1
         if self._events > MOST_EVENTS:
-            raise Broken(f"{MOST_EVENTS} events in half a second, up to {self.clock.now} s: somebody turns and turns")
+            raise Broken(
+                f"{MOST_EVENTS} events in half a second, up to {self.clock.now} s: a process never stops taking turns"
+            )
         if self.problems:
             self.check()
 

@@ -200,7 +200,7 @@ async def test_proxy_resets_black_holed_connection_when_healed() -> None:
 
 async def test_a_severed_connection_carries_nothing_in_one_direction_and_the_next_one_does() -> None:
     async with line() as at:
-        assert at.proxy.sever("up", beats=True) == 0, "no heart beats over it"
+        assert at.proxy.sever("up", beats=True) == 0, "no heartbeats pass over it"
         assert at.proxy.sever("up", beats=False) == 1
         await at.say(FRAME)
         assert at.listener is not None

@@ -72,7 +72,9 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: P
             for _ in range(STRIKES):
                 socket.send_multipart([outside_of_it, b"y"])
             until(lambda: receiver.pump(time.monotonic, 0.01), "what it was sending has failed")
-            assert socket.poll(int(WAIT_S * 1000)) and isinstance(receive(socket, ToPrefill), Cancel), "and it is told"
+            assert socket.poll(int(WAIT_S * 1000)) and isinstance(receive(socket, ToPrefill), Cancel), (
+                "and it gets a Cancel"
+            )
             assert receiver.ban_list.cut_off == 1 and say(proof(token, transfer, "open")) is None
     finally:
         socket.close(0)

@@ -291,7 +291,7 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
 ) -> None:
     monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # as in a new process each time
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    assert not results.comparable(provenance()), "nobody knows of which sources they are"
+    assert not results.comparable(provenance()), "their sources are unknown"
     code, *others = (tmp_path / name for name in ("code.py", "README.md", "tests/test.py", "bench/results/goals.json"))
     for path in (code, *others):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -196,7 +196,7 @@ def test_without_peers_only_our_own_are_measured() -> None:
     scripted.remembered["calibration"] = core()
     (one,) = engine.c1(scripted)
     assert set(scripted.order) == {OURS_ONE_CORE} and one.peer is None and one.ratio is None
-    assert one.met is False, "its share is below the target, whoever else was measured"
+    assert one.met is False, "its share is below the target, whatever the peers"
 
 
 # -- C4, C5, C6 -------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_hidden_share_is_transfer_time_minus_exposed_time() -> None:
     assert "takes 10.00 ms, 1.50 ms of the hand-off" in found.note
     late = handoff._hidden(1024, hand_offs(10.0, 12.0, 11.0), 1e9)
     assert late.value == 0.0 and late.met is False, "all of it after its prompt: nothing is hidden"
-    assert handoff._hidden(1024, [], 1e9).met is False, "a server that tells of no hand-off has hidden none"
+    assert handoff._hidden(1024, [], 1e9).met is False, "a server that reports no hand-off has hidden none"
 
 
 def test_added_time_subtracts_bare_server_per_request() -> None:
@@ -434,7 +434,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     assert vllm.against == "vLLM colocated with 512 tokens a step" and vllm.met is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(4 / 1.6, rel=0.2)
     assert apart.peer == 0 and apart.ratio and apart.ratio.median == math.inf and apart.met is True
-    assert paced == {"1p1d", "1c", "2c", "vllm"}, "who is late with nothing else to do has no rate"
+    assert paced == {"1p1d", "1c", "2c", "vllm"}, "a system that is late without load has no rate"
     assert own.targets == () and own.value == vllm.value == pytest.approx(4.0, rel=0.1)
     together = scripted.opened[-1]
     one, two = System("1c", budget=256), System("2c", budget=2048)
@@ -478,7 +478,7 @@ def test_repeated_search_refines_rates_for_new_arrivals(
     for system in (OURS, VLLM, VLLM_ONE_CORE):
         assert highest(curves[system], 0.9).rate == pytest.approx(capacity[system], rel=0.05)
     assert asked.count(VLLM_ONE_CORE) == 2, "nothing has moved"
-    assert asked.count(VLLM_1P1D) == 1, "who had no rate has none to look for"
+    assert asked.count(VLLM_1P1D) == 1, "a system without a rate is not searched again"
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 3, 4])
@@ -785,7 +785,7 @@ def test_peers_are_halted_while_others_are_measured(monkeypatch: pytest.MonkeyPa
         assert events[2:] == ["-vLLM colocated", "+vLLM 1P1D"]
         watched.open(OURS, VLLM)
         watched.run(VLLM, [])
-        assert events[4:] == ["+vLLM colocated"], "who has been stopped is neither"
+        assert events[4:] == ["+vLLM colocated"], "a stopped peer is neither paused nor resumed"
 
 
 @pytest.mark.parametrize("when", ["it starts", "it is warmed up"])

@@ -117,7 +117,7 @@ async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tup
     )
     await until(lambda: decode._streams, "decode has the request")
     asked.cancel()
-    await until(lambda: not decode._streams, "it was told that nobody wants it any more")
+    await until(lambda: not decode._streams, "it got the Abort of its request")
     assert cluster.dispatcher.records == {}
 
 

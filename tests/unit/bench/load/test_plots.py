@@ -91,10 +91,10 @@ def test_requests_are_counted_in_whole_numbers(figure: list[Any]) -> None:
 
 
 def test_timeline_labels_unreported_stages_as_waiting_and_prefill(figure: list[Any]) -> None:
-    told, untold = run(40.0), run(40.0)
-    for record in untold.records:
+    reported, unreported = run(40.0), run(40.0)
+    for record in unreported.records:
         record.stages = None
-    plots.draw_timelines({"told": told, "untold": untold}, Path("run.png"))
+    plots.draw_timelines({"reported": reported, "unreported": unreported}, Path("run.png"))
     legends = [axes.get_legend() for axes in figure[0].axes]
     names = [[text.get_text() for text in legend.get_texts()] for legend in legends if legend]
     assert names == [["waiting", "prefill", "decode"], ["waiting and prefill", "decode"]]

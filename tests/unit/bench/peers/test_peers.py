@@ -220,7 +220,7 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
         assert asked == ["http://server/health"]
         _until(lambda: all(_state(pid) in ("S", "R") for pid in both), "they are halted")
         peer.pause()
-    _until(lambda: all(_state(pid) in ("Z", "") for pid in both), "who is halted is not stopped")
+    _until(lambda: all(_state(pid) in ("Z", "") for pid in both), "the paused process is not stopped")
 
 
 def test_paused_peer_ends_with_measuring_process(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> No
     assert library is not None
     before, deadline = library.borrowed_s(), time.monotonic() + scaled(30.0)
     while library.borrowed_s() == before:
-        assert time.monotonic() < deadline, "nobody helps"
+        assert time.monotonic() < deadline, "no core helps"
         assert torch.equal(work(), expected)
 
 

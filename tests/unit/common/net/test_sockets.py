@@ -139,7 +139,7 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
 def test_a_heart_that_is_asked_beats_at_once() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")
-    heartbeat_thread = channels.heartbeat_thread(address, b"heart", 3600.0, Ping)
+    heartbeat_thread = channels.heartbeat_thread(address, b"heartbeats", 3600.0, Ping)
     try:
         for number in (0, 5):
             assert router.poll(5000)
@@ -151,11 +151,11 @@ def test_a_heart_that_is_asked_beats_at_once() -> None:
         channels.close()
 
 
-_A_HEART = """
+_HEARTBEAT_PROCESS = """
 import sys
 from common.net.sockets import Channels
 from common.net.messages import Ping
-heart = Channels().heartbeat_thread(sys.argv[1], b"heart", 0.05, Ping)
+thread = Channels().heartbeat_thread(sys.argv[1], b"heartbeats", 0.05, Ping)
 for _ in sys.stdin:
     print(heart.stood_still_s(), flush=True)
 """
@@ -165,7 +165,7 @@ for _ in sys.stdin:
 def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")
-    command = [sys.executable, "-c", _A_HEART, address]
+    command = [sys.executable, "-c", _HEARTBEAT_PROCESS, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 

@@ -35,7 +35,7 @@ def in_thread(work: object) -> None:
 
 needs_slices = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in GETATTR or not slice_s(0),
-    reason="this system has one slice for everybody",
+    reason="this system has one slice for all threads",
 )
 
 
@@ -59,7 +59,7 @@ def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_o
     assert found["computing"] == pytest.approx(threads.COMPUTING_SLICE_S) and usual < threads.COMPUTING_SLICE_S
     assert found["messages"] == pytest.approx(threads.ANSWERING_SLICE_S)
     assert found["nice"] == os.getpriority(os.PRIO_PROCESS, 0), "it gets as much time as before"
-    assert slice_s(0) == usual, "of whoever has not asked nothing is changed"
+    assert slice_s(0) == usual, "a thread that did not ask is unchanged"
 
 
 @needs_slices

@@ -27,7 +27,7 @@ _NONSENSE: dict[str, dict[str, Any]] = {
     "output of too many": {"emitted": [b"", b"", b""]},
     "output of too few": {"emitted": [b""]},
     "ended without output": {"ended": [0]},
-    "nobody has ended": {"emitted": [b"", b""], "ended": [2]},
+    "no ended choice": {"emitted": [b"", b""], "ended": [2]},
     "all have ended": {"emitted": [b"", b""], "ended": [0, 1]},
     "an attempt without end": {"attempt": 1 << 40},
 }

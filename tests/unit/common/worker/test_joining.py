@@ -131,7 +131,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
         harness.close()
         harness = GatewayHarness(cluster_key, port)
         member.until_welcome(harness)
-        until(lambda: member.turn(harness) or harness.beats >= 2, "its heart beats here")
+        until(lambda: member.turn(harness) or harness.beats >= 2, "its heartbeats arrive here")
     finally:
         member.close()
         harness.close()
@@ -155,7 +155,7 @@ def test_worker_started_before_coordinator_joins_once(
         monkeypatch.setattr("common.worker.membership.RECONNECT_S", 60.0)  # a slow Welcome causes no second Hello
         harness = GatewayHarness(key, port)
         member.until_welcome(harness)
-        until(lambda: member.turn(harness) or harness.beats >= 3, "its heart beats")
+        until(lambda: member.turn(harness) or harness.beats >= 3, "its heartbeats arrive")
         assert (harness.joins, member.welcomes) == (1, 1)
     finally:
         member.close()
@@ -195,7 +195,7 @@ def test_heartbeat_thread_reconnects_to_corrected_coordinator(cluster_key: Path)
 
     heart = HeartbeatThread(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
     try:
-        until(lambda: len(dials) > 2, "it is turned away, and dials again")
+        until(lambda: len(dials) > 2, "it is refused, and dials again")
         port = harness.port
         harness.close()
         heard: list[Any] = []

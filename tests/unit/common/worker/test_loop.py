@@ -59,7 +59,7 @@ def test_a_worker_that_rests_has_memory_made_ready_for_blocks_to_come(worker_of:
     worker._generate(Generate(request, 0), worker.clock())
     while worker.holdings():
         worker.turn()
-        assert in_memory(worker) < ahead + SLACK, "somebody waits"
+        assert in_memory(worker) < ahead + SLACK, "a request waits"
     peak = worker.cache.pool.peak * size
     assert peak >= 1000 // 16 * size > 2 * SLACK
     assert worker.turn() == 0.0

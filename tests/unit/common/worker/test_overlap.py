@@ -210,7 +210,7 @@ def test_planner_plans_nothing_ahead_that_needs_sampled_tokens(planner: Planner,
         batch = Batch(tuple(type(s)(s.sequence, s.start + 16, 1) for s in batch.segments), batch.tables)
     running = planner.running
     assert planner.plan_ahead(batch) is None
-    assert (planner.running, planner.preemptions) == (running, 0), "nobody is parked: what it holds is in use"
+    assert (planner.running, planner.preemptions) == (running, 0), "no sequence is parked: its blocks are in use"
 
 
 def test_plan_ahead_handles_sequences_that_left_or_joined(planner: Planner) -> None:

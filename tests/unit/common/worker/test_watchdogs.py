@@ -26,7 +26,7 @@ def test_estimator_expects_time_of_similar_steps() -> None:
     estimator.took(1, 64, 0.01)
     estimator.took(1, 64, 0.03)
     assert estimator.expect(1, 64) == 0.03
-    assert estimator.expect(64, 64 * 64) == 0.03 * 2**6, "a size that nobody has seen"
+    assert estimator.expect(64, 64 * 64) == 0.03 * 2**6, "a size without a measurement"
     estimator.took(64, 64 * 64, 0.2)
     assert estimator.expect(64, 64 * 64) == estimator.expect(100, 64 * 64) == estimator.longest == 0.2
     assert estimator.expect(8, 64 * 8) == 0.2, "no more than a larger one took"
@@ -71,7 +71,7 @@ def test_all_times_of_failures_follow_from_one() -> None:
     usual, quick, patient = FailureTimes(), FailureTimes(0.5), FailureTimes(60.0)
     assert (usual.heartbeat_s, usual.sweep_s, usual.silence_s, usual.lease_s) == (0.5, 0.25, 1.75, 8.0)
     assert (quick.heartbeat_s, quick.sweep_s, quick.silence_s, quick.lease_s) == (0.125, 0.0625, 0.4375, 2.0)
-    assert patient.heartbeat_s == usual.heartbeat_s, "routing lives on what heartbeats tell"
+    assert patient.heartbeat_s == usual.heartbeat_s, "routing needs the figures in heartbeats"
     assert patient.silence_s + patient.sweep_s == 60.0
     limits = TransferLimits()
     assert (limits.no_progress_s, limits.renew_s, limits.lease_s) == (2.0, 0.5, 8.0)

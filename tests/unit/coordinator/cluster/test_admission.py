@@ -274,7 +274,7 @@ def test_oversized_message_is_strike_and_excuses_other_workers(
             assert gateway.bad_messages == strike
             send(worker, beat(hello.incarnation))
             before, beats, emptied = len(received), harness.beats, gateway.times_emptied
-            assert not gateway.sweep(began + 20 * strike - 10), "whoever is silent now may have spoken"
+            assert not gateway.sweep(began + 20 * strike - 10), "a silent worker's messages may be unread"
             assert 0 < len(received) - before <= DROPPED_PARTS and gateway.times_emptied == emptied
             while gateway._socket.dropping:
                 before = len(received)

@@ -261,7 +261,7 @@ async def test_the_first_token_may_end_it_on_prefill(model: Path) -> None:
         assert body["usage"]["completion_tokens"] == 1
         assert response.headers["x-tandem-path"] == body["tandem"]["path"] == "prefill"
         assert response.headers["x-tandem-decode"] == "none"
-        await until(lambda: decode.got(Abort), "decode is told")
+        await until(lambda: decode.got(Abort), "decode gets the Abort")
         _, events = await cluster.stream(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
         assert events[-1]["tandem"]["path"] == "prefill"
 
@@ -279,7 +279,7 @@ async def test_a_stop_string_ends_it_everywhere_and_never_leaks(model: Path, inc
         _, events = await cluster.stream(CHAT, asked)
         parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
         assert len(parts) == len("some text STOP") and "".join(parts) == wanted
-        await until(lambda: len(cluster.workers[1].got(Abort)) == 2, "decode is told")
+        await until(lambda: len(cluster.workers[1].got(Abort)) == 2, "decode gets the Abort")
 
 
 async def test_stop_strings_wait_for_min_tokens(model: Path) -> None:

@@ -197,7 +197,7 @@ async def test_a_deadline_is_kept(model: Path) -> None:
         valid("ErrorResponse", events[-1])
 
 
-def _told(worker: FakeWorker, times: int) -> bool:
+def _aborted(worker: FakeWorker, times: int) -> bool:
     return len(worker.got(Abort)) >= times
 
 
@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
             else:
                 response.cancel()
             started = time.monotonic()
-            await until(functools.partial(_told, decode, told), "decode is told")
+            await until(functools.partial(_aborted, decode, told), "decode gets the Aborts")
             assert time.monotonic() - started < scaled(0.2)
         await until(lambda: not decode.busy, "decode is free")
     assert caplog.messages.count("499 POST /v1/chat/completions: the client disconnected") == 1

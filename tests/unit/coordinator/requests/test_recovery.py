@@ -194,7 +194,7 @@ async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(mode
         for worker in cluster.workers:
             worker.step_s = 0.02
         asked = asyncio.create_task(cluster.post(TEXT, {"prompt": "wait", "max_tokens": 50, "ignore_eos": True}))
-        await until(lambda: any(worker.busy for worker in cluster.workers), "somebody has it")
+        await until(lambda: any(worker.busy for worker in cluster.workers), "a worker has it")
         leaving = next(worker for worker in cluster.workers if worker.busy)
         record = next(iter(cluster.dispatcher.records.values()))
         registered = cluster.services.registry.get(leaving.hello.incarnation)
@@ -225,7 +225,7 @@ async def test_streams_move_from_workers_that_leave_more_often_than_they_could_a
         asked = asyncio.create_task(cluster.stream(TEXT, body))
         for _ in range(MAX_MIGRATIONS + 2):
             await until(
-                lambda: cluster.dispatcher.records and any(worker.busy for worker in cluster.workers), "somebody has it"
+                lambda: cluster.dispatcher.records and any(worker.busy for worker in cluster.workers), "a worker has it"
             )
             leaving = next(worker for worker in cluster.workers if worker.busy)
             record = next(iter(cluster.dispatcher.records.values()))
@@ -443,7 +443,7 @@ async def test_request_that_waited_for_missing_worker_may_wait_again(model: Path
         await until(lambda: not len(cluster.dispatcher.registry), "it is missed")
         await until(lambda: not cluster.dispatcher.gateway.may_return("decode"), "it has died")
         looked_at = cluster.dispatcher._clock() + 2 * cluster.dispatcher.times.sweep_s
-        await until(lambda: cluster.dispatcher._clock() > looked_at, "who may not wait is told so")
+        await until(lambda: cluster.dispatcher._clock() > looked_at, "a request that may not wait would have ended")
         await cluster.add("colocated")
         assert [(await each)[0].status for each in asked] == [200, 200]
 
@@ -594,7 +594,7 @@ async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None
         await cluster.add("decode", step_s=0.001, name="other")
         answers = [await cluster.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(2)]
         assert [response.status for response, _ in answers] == [200, 200]
-        await until(lambda: not stuck.busy, "the stuck worker is told")
+        await until(lambda: not stuck.busy, "the stuck worker gets the Abort")
 
 
 async def test_lost_token_messages_are_asked_for_again(model: Path) -> None:
@@ -693,7 +693,7 @@ async def test_leases_list_attempts_of_worker(model: Path) -> None:
     async with open_cluster(model) as cluster:
         first = await cluster.add("colocated", name="a", delay_s=60.0)
         asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 2}))
-        await until(lambda: first.got(Lease) and listed(first) == {0}, "it is told that it may hold it")
+        await until(lambda: first.got(Lease) and listed(first) == {0}, "its lease lists the request")
         second = await cluster.add("colocated", name="b", delay_s=60.0)
         first.say(
             RequestFailed(first.got(Generate)[0].request.id, 0, "draining", "this worker is leaving", retriable=True)
@@ -701,7 +701,7 @@ async def test_leases_list_attempts_of_worker(model: Path) -> None:
         await until(lambda: second.got(Lease) and listed(second) == {1}, "the other may hold the next attempt")
         await until(lambda: listed(first) == set(), "the first may not")
         asked.cancel()
-        await until(lambda: listed(second) == set(), "nobody wants it any more")
+        await until(lambda: listed(second) == set(), "its lease lists nothing any more")
 
 
 async def test_a_worker_that_refuses(model: Path) -> None:
@@ -784,7 +784,7 @@ async def test_an_unknown_worker_is_asked_to_say_hello_again(cluster: FakeCluste
     worker = cluster.services.registry.get(decode.hello.incarnation)
     assert worker is not None
     cluster.services.registry.gone(worker)
-    await until(lambda: decode.got(Rejoin), "it is told")
+    await until(lambda: decode.got(Rejoin), "it gets a Rejoin")
     await until(lambda: cluster.services.registry.ready("decode"), "it is back")
 
 
@@ -815,7 +815,7 @@ async def test_rubbish_on_the_control_socket_is_counted_and_survived(
         for parts in frames:
             socket.send_multipart(parts)
         await until(lambda: gateway.bad_messages == len(frames), "all are counted")
-    await until(lambda: f"dropped {len(frames) - 1} bad messages" in caplog.text, "the rest is told of together")
+    await until(lambda: f"dropped {len(frames) - 1} bad messages" in caplog.text, "the rest is logged together")
     assert caplog.text.count("bad messages") == 2, "not a line for each"
     async with cluster.client.get(f"{cluster.url}/metrics") as response:
         assert 'tandem_cut_off_peers_total{source="coordinator"} 1.0' in await response.text()

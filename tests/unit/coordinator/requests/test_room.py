@@ -68,7 +68,8 @@ async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(mod
         short = await cluster.add("decode", changes={"max_model_len": 200})
         first.stop()
         await until(
-            lambda: any(each.unplaceable_since for each in cluster.dispatcher.records.values()), "nobody holds it"
+            lambda: any(each.unplaceable_since for each in cluster.dispatcher.records.values()),
+            "no worker has room for it",
         )
         await cluster.add("decode")
         _, events = await stream
@@ -102,7 +103,7 @@ async def test_open_ended_request_is_truncated_to_remaining_capacity(
         blocks = -(-record.prompt_length // 16) + 3
         await cluster.add("decode", changes={"kv_blocks": blocks})
         first.stop()
-        await until(lambda: record.unplaceable_since, "nobody holds enough of it")
+        await until(lambda: record.unplaceable_since, "no worker has room for it")
         _, events = await stream
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert record.prompt_length + record.output_length == 16 * blocks
@@ -139,7 +140,7 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
         (record,) = records.values()
         await cluster.add("decode", changes={"kv_blocks": -(-record.prompt_length // 16) + 3})
         first.stop()
-        await until(lambda: record.unplaceable_since, "nobody holds enough of it")
+        await until(lambda: record.unplaceable_since, "no worker has room for it")
         fits = Router._fits
 
         def full(self: Router, demand: Any, worker: WorkerHandle) -> bool:
@@ -152,7 +153,7 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
         await asyncio.sleep(cluster.dispatcher.times.lease_s + 0.6)  # longer than an unplaceable request waits
         assert record.queued and not record.accepts_truncation
         busy.stop()
-        await until(lambda: record.unplaceable_since, "nobody holds enough of it again")
+        await until(lambda: record.unplaceable_since, "no worker has room for it again")
         monkeypatch.setattr(Router, "_fits", fits)
         await cluster.add("decode", changes={"kv_blocks": 30})
         _, events = await stream

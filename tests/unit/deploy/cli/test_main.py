@@ -124,7 +124,7 @@ def test_a_model_without_a_tokenizer(command: str, tmp_path: Path) -> None:
     started = time.monotonic()
     result = tandem(command, str(tmp_path), "--port", "0", "--control-port", "0", "--max-model-len", "64")
     assert_refused(result, "no tokenizer.json")
-    assert result.stdout == "", "nobody was started for it"
+    assert result.stdout == "", "no process was started for it"
     assert time.monotonic() - started < LIMIT_S
 
 

@@ -32,7 +32,7 @@ class Launcher:
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
         if not prefill or not decode:
-            raise StartError("no", "somebody is needed", "keep one")
+            raise StartError("no", "one worker is needed", "keep one")
         return prefill, decode
 
     def replace(self, name: str, pid: int, why: str) -> None:
@@ -50,7 +50,7 @@ async def test_ipc_carries_scale_requests_replacements_and_pressure() -> None:
     serving, ipc = asyncio.create_task(serve(ours, launcher)), SupervisorIPC(theirs.dup().detach())
     ipc.replace("decode-0", 7, "silent for 10 s")
     pools, refused = await asyncio.gather(ipc.scale(1, 2), ipc.scale(0, 1), return_exceptions=True)
-    assert pools == (1, 2) and isinstance(refused, RequestError) and "somebody is needed" in refused.message
+    assert pools == (1, 2) and isinstance(refused, RequestError) and "one worker is needed" in refused.message
     assert await launcher.replaced.get() == ("decode-0", 7, "silent for 10 s")
     assert launcher.replaced.empty()
     ipc.report_queue_pressure(True)
@@ -58,7 +58,7 @@ async def test_ipc_carries_scale_requests_replacements_and_pressure() -> None:
     theirs.shutdown(socket.SHUT_RDWR)
     theirs.close()
     await serving
-    assert not launcher.placed.get_nowait(), "whoever comes next has none"
+    assert not launcher.placed.get_nowait(), "the next coordinator starts without pressure"
 
 
 async def test_the_coordinator_is_told_of_workers_that_ended() -> None:

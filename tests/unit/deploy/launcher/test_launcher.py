@@ -101,7 +101,7 @@ def test_later_workers_get_free_or_least_used_cores() -> None:
 
 def test_the_coordinator_runs_where_it_disturbs_the_fewest() -> None:
     one, two, three = cores.Share((1,), 1), cores.Share((2, 3), 2), cores.Share((0,), 1)
-    assert cores.beside(range(4), [one, two], [one]) == (0,), "nobody's"
+    assert cores.beside(range(4), [one, two], [one]) == (0,), "the core that no worker has"
     assert cores.beside(range(4), [one, two, three], [one]) == (0, 2, 3)
     assert cores.beside(range(4), [one, two, three], [one, two]) == (0,)
     assert cores.beside(range(1, 4), [one, two], [one, two]) == (1, 2, 3), "there is none"
@@ -146,7 +146,7 @@ def test_the_status_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading is not None and (loading.stage, loading.done, loading.total) == ("loading", 1, 3)
     assert ready is not None and ready.ready == {"kv_tokens": 64, "notes": ["because"]}
     assert failed is not None and failed.error is not None and failed.error.error().todo == "c"
-    status.report("nobody reads")  # a closed pipe is no error
+    status.report("without a reader")  # a closed pipe is no error
     assert status.read(b'{"stage": "hal') is None
 
 
@@ -189,7 +189,7 @@ def test_claimed_port_is_not_assigned_to_others() -> None:
                 try:
                     other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port | port << 16))
                 except OSError:
-                    pytest.skip("this kernel has one range of ports for everybody")
+                    pytest.skip("this kernel has one range of ports for all sockets")
                 with pytest.raises(OSError, match=r"in use|assign"):
                     other.bind(("127.0.0.1", 0)) if doing == "binding" else other.connect(server.getsockname())
 
