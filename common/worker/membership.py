@@ -102,11 +102,11 @@ class Membership:
     def reconnect(self) -> None:
         """Dial again where libzmq does not: after a refusal, and when a connection carries nothing, that is, leaves a
         Hello unanswered or brings no message for the duration of a lease."""
-        connected_anew, now = self._handshakes.look(), self._clock()
+        reconnected, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
             if now - self._hello_sent_at > RECONNECT_S:
                 self._dial_again()
-        elif connected_anew or not self._handshakes.connected:
+        elif reconnected or not self._handshakes.connected:
             self._heard_at = now
             if self._unanswered_since is not None:  # the Hello waits in the socket; each further one would join anew
                 self._unanswered_since = now

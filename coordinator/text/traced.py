@@ -109,12 +109,12 @@ class Traced(str):
         if not old:
             return Traced(str.replace(self, old, new, count))
         text, left, at = str.replace(self, old, new, count), int(count), 0
-        made, own, written_anew = bytearray(), self._own, origins(new)
-        if _TEMPLATE not in own and _TEMPLATE not in written_anew:
+        made, own, rewritten = bytearray(), self._own, origins(new)
+        if _TEMPLATE not in own and _TEMPLATE not in rewritten:
             return Traced(text)
         while left and (found := self.find(old, at)) >= 0:
             made += own[at:found]
-            made += written_anew
+            made += rewritten
             at = found + len(old)
             left -= 1
         return Traced(text, bytes(made + own[at:]))

@@ -39,18 +39,18 @@ def _matrix(options: argparse.Namespace) -> tuple[bool, str]:
     return all(result.passed for result in results), matrix.markdown(results, clock() - started)
 
 
-def _told(figures: Sequence[Figures]) -> tuple[bool, str]:
+def _verdict(figures: Sequence[Figures]) -> tuple[bool, str]:
     return all(each.passed for each in figures), "\n".join([HEADER, *(each.row() for each in figures)]) + "\n"
 
 
 def _load(options: argparse.Namespace) -> tuple[bool, str]:
     where, knobs = options.directory, {"requests": options.requests, "at_once": options.at_once}
-    return _told(asyncio.run(load.load(where, only=options.only, **knobs)))
+    return _verdict(asyncio.run(load.load(where, only=options.only, **knobs)))
 
 
 def _frames(options: argparse.Namespace) -> tuple[bool, str]:
     where, knobs = options.directory, {"requests": options.requests, "at_once": options.at_once}
-    return _told(asyncio.run(load.tampered(where, rate=options.rate, **knobs)))
+    return _verdict(asyncio.run(load.tampered(where, rate=options.rate, **knobs)))
 
 
 def _soak(options: argparse.Namespace) -> tuple[bool, str]:
@@ -58,7 +58,7 @@ def _soak(options: argparse.Namespace) -> tuple[bool, str]:
         options.directory, requests=options.requests, at_once=options.at_once, every_s=options.every,
         state=options.state, seed=options.seed,
     )  # fmt: skip
-    return _told([asyncio.run(run)])
+    return _verdict([asyncio.run(run)])
 
 
 def _aborts(options: argparse.Namespace) -> tuple[bool, str]:
@@ -73,14 +73,14 @@ def _aborts(options: argparse.Namespace) -> tuple[bool, str]:
 
 def _overload(options: argparse.Namespace) -> tuple[bool, str]:
     play = partial(overload.overload, options.directory)
-    return _told(asyncio.run(undisturbed(play, lambda figures: load.only_late(*figures))))
+    return _verdict(asyncio.run(undisturbed(play, lambda figures: load.only_late(*figures))))
 
 
 def _model(options: argparse.Namespace) -> tuple[bool, str]:
     from tests.chaos import model  # imports torch
 
     knobs = {"requests": options.requests, "at_once": options.at_once, "dtype": options.dtype, "only": options.only}
-    return _told(asyncio.run(model.load(options.directory, options.model or model.BUILTIN, **knobs)))
+    return _verdict(asyncio.run(model.load(options.directory, options.model or model.BUILTIN, **knobs)))
 
 
 def _all(options: argparse.Namespace) -> tuple[bool, str]:

@@ -206,14 +206,14 @@ class ChaosWorker:
     @property
     def holds(self) -> tuple[int, int]:
         """The numbers of blocks and requests it holds, as last reported."""
-        told = [event for event in self.events if event["event"] == "held"]
-        return (told[-1]["blocks"], told[-1]["requests"]) if told else (0, 0)
+        reported = [event for event in self.events if event["event"] == "held"]
+        return (reported[-1]["blocks"], reported[-1]["requests"]) if reported else (0, 0)
 
     @property
     def holders(self) -> set[str]:
         """The ids, in hex, of the requests for which it holds anything, as last reported."""
-        told = [event for event in self.events if event["event"] == "held"]
-        return {request for request, _ in told[-1]["by"]} if told else set()
+        reported = [event for event in self.events if event["event"] == "held"]
+        return {request for request, _ in reported[-1]["by"]} if reported else set()
 
     def steps(self) -> Iterable[tuple[float, str, int, int, int, bool]]:
         """Yield (time, request, attempt, start, end, wants a token) for every segment computed."""
@@ -370,12 +370,12 @@ class ChaosCluster:
             worker.events.append(event)
             for listener in self.listeners:
                 listener(worker, event)
-            self._tell()
+            self._report()
         worker.ended_at = clock()
         await process.wait()
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 

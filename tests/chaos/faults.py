@@ -536,8 +536,10 @@ async def overload(scene: Scene) -> Proof:
     _struck(scene)
     ask = scene.cluster.ask(64, 8)
     await ask.send(scene.session)
-    told = "Retry-After" in ask.headers and "retry-after-ms" in ask.headers
-    return lambda: ask.status == 429 and ask.error == "server_is_overloaded" and told and ask.largest_gap(0) < REFUSED_S
+    reported = "Retry-After" in ask.headers and "retry-after-ms" in ask.headers
+    return lambda: (
+        ask.status == 429 and ask.error == "server_is_overloaded" and reported and ask.largest_gap(0) < REFUSED_S
+    )
 
 
 def _decode_every(scene: Scene, step_s: float) -> None:

@@ -25,7 +25,7 @@ class Leaving:
         self._seeds: dict[str, int] = {}
         self._taken: set[int] = set()
         self._reached: dict[tuple[str, int], asyncio.Event] = {}
-        cluster.listeners.append(self._told)
+        cluster.listeners.append(self._on_event)
         for worker in cluster.by_role("decode"):
             worker.data.watch = self._passes
 
@@ -33,7 +33,7 @@ class Leaving:
         """Return the waits that a client may choose from; each returns the phase in which the request then is."""
         return [self._queued, partial(self._in, COMPUTED), partial(self._in, SHIPPED), self._streamed]
 
-    def _told(self, worker: ChaosWorker, event: dict[str, Any]) -> None:
+    def _on_event(self, worker: ChaosWorker, event: dict[str, Any]) -> None:
         if event["event"] == "taken":
             self._seeds[event["request"]] = event["seed"]
             self._taken.add(event["seed"])

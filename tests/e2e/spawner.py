@@ -198,7 +198,7 @@ def _serve(answering: socket.socket) -> dict[str, Any]:
 def _fork_orphan(answering: socket.socket) -> bool:
     """Fork a grandchild, and send its process id to the requesting process. Return True in the grandchild, once its
     parent is the requesting process, and False in the spawner."""
-    told, telling = os.pipe()
+    reported, telling = os.pipe()
     waiting, going = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -206,15 +206,15 @@ def _fork_orphan(answering: socket.socket) -> bool:
         if child != 0:
             os.write(telling, str(child).encode())
             os._exit(0)
-        for descriptor in (told, telling, going):
+        for descriptor in (reported, telling, going):
             os.close(descriptor)
         answering.close()
         os.read(waiting, 1)  # until the intermediate process has ended
         os.close(waiting)
         return True
     os.waitpid(middle, 0)
-    answering.send(os.read(told, 64))
-    for descriptor in (told, telling, waiting, going):
+    answering.send(os.read(reported, 64))
+    for descriptor in (reported, telling, waiting, going):
         os.close(descriptor)
     return False
 

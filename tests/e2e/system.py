@@ -310,8 +310,8 @@ class Client:
         deadline = began + within_s
 
         def idle(worker: dict[str, Any]) -> bool:
-            told = not since_now or worker["heard_ms"] / 1000 < asked - began
-            return told and _idle(worker)
+            reported = not since_now or worker["heard_ms"] / 1000 < asked - began
+            return reported and _idle(worker)
 
         while busy := [worker for worker in (await self.workers()).values() if not idle(worker)]:
             assert time.monotonic() < deadline, f"not idle within {within_s} s: {busy}\n{self.system.process.text}"

@@ -28,8 +28,8 @@ def test_short_prompts_and_light_load_are_not_disaggregated(
     lengths = "--random-input-len 40 --random-output-len 8"
     files = ["--up-flags", SMALL, "--save", str(saved), "--plot", str(drawn)]
     assert cli.main([*words.split(), *lengths.split(), "--url", mock_url, *files]) == 0
-    told = capsys.readouterr().out
-    assert "Do not disaggregate: 1p1d has" in told and "as the server at --url" in told
+    reported = capsys.readouterr().out
+    assert "Do not disaggregate: 1p1d has" in reported and "as the server at --url" in reported
     figures = json.loads(saved.read_text())
     apart, together = (figures["systems"][name]["rounds"][0] for name in ("1p1d", "1c"))
     other = figures["systems"]["other"]["rounds"][0]

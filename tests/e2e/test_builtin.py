@@ -69,10 +69,10 @@ def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: EvaluationRe
 
 def test_model_card_matches_evaluation_baseline(baseline: EvaluationReport) -> None:
     text = (builtin.path() / "MODEL_CARD.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| (\w+) \| \d+ \| ([\d.]+)% \|$", text, re.MULTILINE))
+    reported = dict(re.findall(r"^\| (\w+) \| \d+ \| ([\d.]+)% \|$", text, re.MULTILINE))
     skills = {skill: f"{100 * found.share:.1f}" for skill, found in baseline.skills.items()}
-    assert {skill: told.get(skill) for skill in skills} == skills
-    assert float(told["draft_agreement"]) >= 60
+    assert {skill: reported.get(skill) for skill in skills} == skills
+    assert float(reported["draft_agreement"]) >= 60
 
 
 def test_it_is_as_small_as_promised() -> None:

@@ -42,9 +42,9 @@ async def test_a_pool_that_is_too_small_for_all_serves_all(
         async with system.client() as client:
             answers = [await asyncio.gather(*(client.complete(p, **f) for p, f in part)) for part in (long, short)]
             await client.until_idle(within_s=2)
-            told_by = time.monotonic() + scaled(5.0)  # the next heartbeat reports it
+            parked_by = time.monotonic() + scaled(5.0)  # the next heartbeat reports it
             while not await preemptions(client):
-                assert time.monotonic() < told_by, "no sequence was parked"
+                assert time.monotonic() < parked_by, "no sequence was parked"
                 await asyncio.sleep(0.05)
             async with await client.post("/v1/completions", prompt=prompt_of(1000, 91), max_tokens=100) as refused:
                 assert refused.status == 400

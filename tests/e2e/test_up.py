@@ -337,9 +337,9 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
     up.process.send_signal(signal.SIGTERM)
     up.process.send_signal(signal.SIGHUP)  # two signals of one kind may be merged into one
     wait_for(lambda: "stopping" in up.said, 5)
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
     for _ in running:  # it still streams after the signal that did not count as a second one
-        if time.monotonic() > told_at + ONE_SIGNAL_S:
+        if time.monotonic() > reported_at + ONE_SIGNAL_S:
             break
     assert up.process.poll() is None
     up.process.send_signal(signal.SIGTERM)

@@ -51,8 +51,8 @@ def _take(message: Tokens, lives: list[RequestState], spans: list[tuple[int, boo
         assert isinstance(news, Accepted) and news.skip == 0
         if message.logprobs:
             first = skipped if spans[number][1] else LONGEST
-            told = [shown(each) if each >= first else None for each in range(start, start + count)]
-            assert list(message.logprobs[at : at + count]) == told
+            reported = [shown(each) if each >= first else None for each in range(start, start + count)]
+            assert list(message.logprobs[at : at + count]) == reported
         at += count
     assert at == len(ids)
 

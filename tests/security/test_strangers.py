@@ -221,10 +221,10 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: RunningSystem, wh
     assert chat(system) == "decode-0"
     text = system.process.text
     assert text.count(" joins: ") == 2 and " is refused: " not in text and " is gone" not in text
-    told = [line for line in text.splitlines() if "handshakes that failed at the control port" in line]
-    assert told, "the operator hears of it"
+    reported = [line for line in text.splitlines() if "handshakes that failed at the control port" in line]
+    assert reported, "the operator hears of it"
     age_s = time.time() - psutil.Process(system.process.popen.pid).create_time()
-    assert len(told) <= 1 + age_s / LOG_EVERY_S, "a line for all of them, not for each"
+    assert len(reported) <= 1 + age_s / LOG_EVERY_S, "a line for all of them, not for each"
 
 
 def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: RunningSystem) -> None:

@@ -103,11 +103,11 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, 
                 keep.with_suffix(".part").replace(keep)
     for seed, text in failures[:20]:
         print(f"seed {seed}: {text}")
-    told = [f"{len(seeds):,} histories; failed: {[seed for seed, _ in failures] or 'none'}", *_summary(total)]
-    print(*told, f"{seeds.stop - start:,} of them now, in {time.monotonic() - began:.1f} s", sep="\n")
+    reported = [f"{len(seeds):,} histories; failed: {[seed for seed, _ in failures] or 'none'}", *_summary(total)]
+    print(*reported, f"{seeds.stop - start:,} of them now, in {time.monotonic() - began:.1f} s", sep="\n")
     if report is not None:
         words = f"`python -m tests.simulation --seeds {seeds.start}:{seeds.stop}`, {date.today()}, sources {sources}"
-        report.write_text("\n".join(["# Simulation", "", words, "", *(f"- {line}" for line in told)]) + "\n")
+        report.write_text("\n".join(["# Simulation", "", words, "", *(f"- {line}" for line in reported)]) + "\n")
     return 1 if failures else 0
 
 

@@ -244,7 +244,7 @@ class SimulatedConnection:
 
     def _established(self) -> None:
         if self.open and self.router.greet(self):
-            self.dealer.monitor.tell(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self.dealer.monitor.notify(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             waiting, self.dealer.unsent = self.dealer.unsent, []
             for parts in waiting:
                 self.carry(self.dealer, self.router, parts)
@@ -316,7 +316,7 @@ class SimulatedConnection:
         self.network.forget(self)
         self.router.leave(self)
         self.dealer.connection = None
-        self.dealer.monitor.tell(zmq.EVENT_DISCONNECTED)
+        self.dealer.monitor.notify(zmq.EVENT_DISCONNECTED)
         self.network.clock.after(RECONNECT_S, self.network.connect, self.dealer)
 
 
@@ -398,7 +398,7 @@ class Monitor:
     def __init__(self) -> None:
         self._events: deque[int] = deque()
 
-    def tell(self, event: int) -> None:
+    def notify(self, event: int) -> None:
         self._events.append(event)
 
     def recv_multipart(self, flags: int = 0) -> Parts:

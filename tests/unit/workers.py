@@ -156,11 +156,11 @@ class Bench:
         """Wait for prefill's timings of the request's hand-offs, and return them. Prefill sends them when decode has
         accepted, so tokens may arrive before."""
 
-        def told() -> list[Timing]:
+        def reported() -> list[Timing]:
             return [each for each in self.timings if each.request == request.id and "kv_bytes" in each.values]
 
-        self.until(told)
-        return told()
+        self.until(reported)
+        return reported()
 
     def done(self, *requests: Request) -> bool:
         return all((r.id, 1, choice) in self.finished for r in requests for choice in range(r.n))

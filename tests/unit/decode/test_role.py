@@ -80,13 +80,13 @@ def test_output_history_resends_finished_output_without_prompt(
     request = make_request(90, 6, n=2, logprobs=logprobs)
     bench.send("colocated-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
-    told = {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()}
+    reported = {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()}
     bench.finished.clear()
     for choice in range(2):
-        bench.streams[request.id, 1, choice] = told[request.id, 1, choice][0][:2]
+        bench.streams[request.id, 1, choice] = reported[request.id, 1, choice][0][:2]
         bench.send("colocated-0", Resend(request.id, 1, choice, 2))
     bench.until(lambda: len(bench.finished) == 2)
-    assert {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()} == told
+    assert {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()} == reported
     kept = worker._output_history._outputs  # type: ignore[attr-defined]
     assert [len(each.tokens) for each in kept.values()] == [4 * 6, 4 * 6]
     assert [len(each.logprobs) for each in kept.values()] == [6 if logprobs else 0] * 2

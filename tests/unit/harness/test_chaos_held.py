@@ -16,10 +16,10 @@ STREAM, OTHER = "aa", "bb"
 SEEDS = {STREAM: 1, OTHER: 2}
 
 
-def worker(role: str, *told: dict[str, Any], **state: float) -> ChaosWorker:
+def worker(role: str, *reported: dict[str, Any], **state: float) -> ChaosWorker:
     rng = random.Random(0)
     taken = [{"event": "taken", "at": 0.0, "request": request, "seed": seed} for request, seed in SEEDS.items()]
-    return ChaosWorker(f"{role}-0", role, (), Proxy(rng), Proxy(rng), events=[*taken, *told], **state)  # type: ignore[arg-type]
+    return ChaosWorker(f"{role}-0", role, (), Proxy(rng), Proxy(rng), events=[*taken, *reported], **state)  # type: ignore[arg-type]
 
 
 def held(at: float, *by: tuple[str, int]) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def test_kv_is_found_again_only_where_it_was_computed_in_the_same_type(bench: Be
         bench.place(request, prefill, "decode-2")
         bench.until(lambda request=request: bench.done(request))
         bench.check(request)
-        told = bench.shipped(request)
-        assert told[0].values["kv_bytes"] == travels * bench.workers[prefill].engine.layout.token_bytes
+        reported = bench.shipped(request)
+        assert reported[0].values["kv_bytes"] == travels * bench.workers[prefill].engine.layout.token_bytes
     local = make_request(1, 5)
     local = Request(local.id, prompt, local.sampling)
     bench.send("decode-2", Generate(local, 1))
@@ -222,8 +222,8 @@ def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench
     bench.check(urgent)
     bench.check(early)
     assert not bench.failed
-    told = [each.values for each in bench.timings if each.request == early.id and "prefill_ms" in each.values]
-    assert [values.get("decode_wait_ms") is None for values in told] == [True, False], "once, and once by decode"
+    reported = [each.values for each in bench.timings if each.request == early.id and "prefill_ms" in each.values]
+    assert [values.get("decode_wait_ms") is None for values in reported] == [True, False], "once, and once by decode"
 
 
 def test_prompts_waiting_for_decode_keep_their_blocks(bench: Bench) -> None:
@@ -286,10 +286,10 @@ def test_decode_reports_cached_tokens_of_prefill(pair: Bench) -> None:
     for request, cached in ((first, 0), (again, 96)):
         pair.place(request, "prefill-0", "decode-1")
         pair.until(lambda request=request: pair.done(request))
-        [told] = [
+        [reported] = [
             each.values for each in pair.timings if each.request == request.id and "decode_wait_ms" in each.values
         ]
-        assert told["cached_tokens"] == cached and told["prefill_ms"] > 0 and "queue_ms" in told
+        assert reported["cached_tokens"] == cached and reported["prefill_ms"] > 0 and "queue_ms" in reported
 
 
 def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:

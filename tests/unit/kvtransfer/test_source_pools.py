@@ -55,11 +55,11 @@ class Meeting:
         with visitor:
             socket.send_fds(visitor, [b"pool"], [self.pool.fd])
 
-    def open_door(self) -> None:
-        self.close_door()
+    def open_endpoint(self) -> None:
+        self.close_endpoint()
         self.endpoint = PoolEndpoint(self.pool, Incarnation(self.sender))
 
-    def close_door(self) -> None:
+    def close_endpoint(self) -> None:
         if self.endpoint is not None:
             self.endpoint.close()
         self.endpoint = None
@@ -98,7 +98,7 @@ class Meeting:
         return self.now
 
     def close(self) -> None:
-        self.close_door()
+        self.close_endpoint()
         self.receiver.close()
         self.line.close(linger=0)
         self.channels.close()
@@ -142,7 +142,7 @@ def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
     assert out_of_reach(meeting, meeting.answer(transfer))
     if meeting.transport == "shm":
         assert [end.transfer for end in meeting.ended if isinstance(end, TransferFailed)] == [transfer]
-    meeting.open_door()
+    meeting.open_endpoint()
     meeting.now += PAUSE_S / 2
     assert out_of_reach(meeting, meeting.answer(meeting.announce())), "not at once"
     meeting.now += PAUSE_S
@@ -188,13 +188,13 @@ def granted(meeting: Meeting) -> TransferId:
 def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be_silent(meeting: Meeting) -> None:
     lease_s = TransferLimits().lease_s
     before = mapped_pools()
-    meeting.open_door()
+    meeting.open_endpoint()
     transfer = granted(meeting)
     assert mapped_pools() == before + 1
     meeting.now += lease_s - 0.5
     meeting.repeat(transfer)
     assert isinstance(meeting.answer(transfer), Grant)
-    meeting.close_door()
+    meeting.close_endpoint()
     meeting.now += lease_s - 0.5
     meeting.receiver.pump(meeting._clock, 1.0)
     assert mapped_pools() == before + 1, "it may still send"
@@ -205,7 +205,7 @@ def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be
 
 def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest(meeting: Meeting) -> None:
     before = mapped_pools()
-    meeting.open_door()
+    meeting.open_endpoint()
     meeting.receiver.cancel(granted(meeting), "no longer wanted")
     meeting.now += TransferLimits().lease_s / 2
     meeting.receiver.pump(meeting._clock, 1.0)

@@ -72,8 +72,8 @@ def test_goodput_remarks_name_interpolated_rates() -> None:
     assert lines[1].startswith("at 4.00 enough were inside again: 8 requests at each rate")
     assert len(remarks(highest(points[:2], 0.9), points[:2], config)) == 1
     assert highest(points, 0.9).between == (points[0], points[1])
-    for told in (points[:1], points[1:2]):  # no rate failed; every rate failed
-        assert remarks(highest(told, 0.9), told, config) == []
+    for reported in (points[:1], points[1:2]):  # no rate failed; every rate failed
+        assert remarks(highest(reported, 0.9), reported, config) == []
 
 
 def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,13 +320,13 @@ def test_costs_of_another_machine_are_noted(tmp_path: Path, capsys: pytest.Captu
     assert machines_differ(here, here) == ""
     there = here | {"cores": 96, "instructions": ["avx2", "bf16"]}
     ours = "+".join(here["instructions"])
-    told = f"instructions avx2+bf16 there and {ours} here, cores 96 there and {here['cores']} here"
-    assert machines_differ(there, here) == told
+    reported = f"instructions avx2+bf16 there and {ours} here, cores 96 there and {here['cores']} here"
+    assert machines_differ(there, here) == reported
     cost = saved_costs(tmp_path / "cost.json", machine=there)
     words = f"bench plan --cost {cost} --num-prompts 2 --systems 1p1d,2c --random-input-len 100"
     assert cli.main(words.split()) == 0
     shown, said = capsys.readouterr()
-    assert f"note: the costs in {cost} were measured on another machine: {told}\n" in said and "note" not in shown
+    assert f"note: the costs in {cost} were measured on another machine: {reported}\n" in said and "note" not in shown
 
 
 def test_costs_that_are_measured_are_kept_with_where_they_come_from(
@@ -386,7 +386,7 @@ LENT = (
 
 
 @pytest.mark.parametrize(
-    ("flags", "told", "kept"),
+    ("flags", "reported", "kept"),
     [
         ("--systems 1p1d,2c", [LINK, LENT], {"link_bytes_per_s", "resting_worker_is_worth"}),
         ("--systems 1p1d,2c --no-lend-cores", [LINK], {"link_bytes_per_s"}),
@@ -395,13 +395,13 @@ LENT = (
     ],
 )
 def test_plan_reports_assumed_costs(
-    flags: str, told: list[str], kept: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, reported: list[str], kept: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost, saved = saved_costs(tmp_path / "cost.json"), tmp_path / "plan.json"
     words = f"bench plan --cost {cost} --num-prompts 2 --random-input-len 100 --save {saved} {flags}"
     assert cli.main(words.split()) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "ssumed" in line]
-    assert lines == [f"Assumed, not measured: {'; '.join([WAY, *told])}."]
+    assert lines == [f"Assumed, not measured: {'; '.join([WAY, *reported])}."]
     assumed = json.loads(saved.read_text())["assumed"]
     assert set(assumed) == kept
     assert assumed.get("link_bytes_per_s", 1 << 30) == 1 << 30

@@ -109,8 +109,8 @@ async def test_failures_are_recorded_and_end_nothing() -> None:
         await run_load(target, [], [], warm=[PlannedRequest([65], 1, 2)])
 
 
-@pytest.mark.parametrize(("cached", "told"), [(None, ""), (0, ""), (3, "75% of prompt tokens")])
-async def test_report_mentions_cached_prompt_tokens(cached: int | None, told: str) -> None:
+@pytest.mark.parametrize(("cached", "reported"), [(None, ""), (0, ""), (3, "75% of prompt tokens")])
+async def test_report_mentions_cached_prompt_tokens(cached: int | None, reported: str) -> None:
     """Cache hits are invisible from outside, so the report says that the figures include them."""
     mock = MockServer([Script(0.0, 0.0)], cached_tokens=cached)
     async with TestServer(mock.app()) as server:
@@ -118,7 +118,7 @@ async def test_report_mentions_cached_prompt_tokens(cached: int | None, told: st
         run = await run_load(target, [PlannedRequest([65] * 4, 4, 2)] * 2, [0.0] * 2)
     assert [record.cached_tokens for record in run.records] == [cached or 0] * 2
     show_remarks(Console(file=(shown := io.StringIO())), run.records)
-    assert (told in shown.getvalue()) if told else not shown.getvalue()
+    assert (reported in shown.getvalue()) if reported else not shown.getvalue()
 
 
 @pytest.mark.parametrize(("below", "named"), [("", "/"), ("", "/v1"), ("/some/where", ""), ("/some/where", "/v1/")])
@@ -318,9 +318,11 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
 def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"bench serve --url {mock_url} --num-prompts 2 --num-warmups 0 --answer-timeout 0.001"
     assert cli.main(words.split()) == 1
-    told = capsys.readouterr()
-    assert "failed: 2 x no answer within 0.001 s" in told.err
-    assert "Successful requests:                     0" in told.out and "TTFT" not in told.out, "nothing was timed"
+    reported = capsys.readouterr()
+    assert "failed: 2 x no answer within 0.001 s" in reported.err
+    assert "Successful requests:                     0" in reported.out and "TTFT" not in reported.out, (
+        "nothing was timed"
+    )
 
 
 def test_serve_refuses_invalid_options(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -289,8 +289,8 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
     tails = "1.20 (1p1d), 5.00 (1c), 20.00 (vLLM colocated), 5.00 (vLLM 1P1D); "
-    told = f"in 3 rounds 1.20 to 1.20; undisturbed {tails}in one median of all undisturbed gaps {tails}"
-    assert disturbed.note.startswith(told + "longest pause, medians of rounds, 24 ms (1p1d), 100 ms (1c)")
+    reported = f"in 3 rounds 1.20 to 1.20; undisturbed {tails}in one median of all undisturbed gaps {tails}"
+    assert disturbed.note.startswith(reported + "longest pause, medians of rounds, 24 ms (1p1d), 100 ms (1c)")
     assert "time to the prompts' first token, medians, 100 ms (1p1d), 100 ms (1c)" in disturbed.note
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
     assert all(each.met is None for each in others)
@@ -511,8 +511,8 @@ def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
     scripted = Scripted(lambda system, ask, at: record(late.get(system, 2.0), 0.02, sent=at), peers=None)
     vllm, apart, own = goodput.c9(scripted)
     assert vllm.peer is None and vllm.met is None and apart.met is None and own.peer == 0
-    told = "of 4 requests at each rate, fewer at those below 0.02/s, a lower bound: 1p1d"
-    assert own.note == told, "no rate that was tried was too high for it"
+    reported = "of 4 requests at each rate, fewer at those below 0.02/s, a lower bound: 1p1d"
+    assert own.note == reported, "no rate that was tried was too high for it"
 
 
 # -- C10, C11 ---------------------------------------------------------------------------------------------------------

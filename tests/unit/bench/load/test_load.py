@@ -340,8 +340,8 @@ def test_half_an_answer_is_a_failure(stream: bytes, said: str) -> None:
 
 
 def test_stages_are_kept() -> None:
-    told = {"prefill_ms": 2.0, "path": "disagg"}
-    assert read((1.0, delta(content="a") + event(choices=[], tandem=told) + DONE)).stages == told
+    reported = {"prefill_ms": 2.0, "path": "disagg"}
+    assert read((1.0, delta(content="a") + event(choices=[], tandem=reported) + DONE)).stages == reported
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

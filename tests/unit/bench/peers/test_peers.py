@@ -226,7 +226,7 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
 def test_paused_peer_ends_with_measuring_process(tmp_path: Path) -> None:
     """However the measuring process ends, the kernel sends SIGHUP to a stopped, orphaned process group. Also under
     nohup."""
-    told = tmp_path / "pids"
+    reported = tmp_path / "pids"
     measuring = f"""
 import os, pathlib, signal, sys
 from bench.load.processes import started
@@ -234,11 +234,11 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with started("a family", [sys.executable, "-c", {_FAMILY!r}]) as process:
     child = process.wait(lambda: process.said().split()[1] if "\\n" in process.said() else None, 30, "")
     process.pause()
-    pathlib.Path({str(told)!r}).write_text(f"{{process.pid}} {{child}}")
+    pathlib.Path({str(reported)!r}).write_text(f"{{process.pid}} {{child}}")
     os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", measuring], start_new_session=True, cwd=Path(__file__).parents[4], timeout=60)
-    pids = [int(pid) for pid in told.read_text().split()]
+    pids = [int(pid) for pid in reported.read_text().split()]
     _until(lambda: all(_state(pid) in ("Z", "") for pid in pids), "they are left over")
 
 

@@ -146,9 +146,9 @@ def test_context_is_cut_to_the_pool_or_refused(checkpoint: Callable[[str], Path]
 
 
 def test_load_reports_progress_per_shard(checkpoint: Callable[[str], Path]) -> None:
-    told: list[tuple[int, int, str]] = []
-    load(checkpoint("llama"), progress=lambda *step: told.append(step)).close()
-    assert told == [(0, 1, "model.safetensors"), (1, 1, "model.safetensors")]
+    reported: list[tuple[int, int, str]] = []
+    load(checkpoint("llama"), progress=lambda *step: reported.append(step)).close()
+    assert reported == [(0, 1, "model.safetensors"), (1, 1, "model.safetensors")]
 
 
 def test_missing_weights_are_not_made_up(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_torch_with_cuda_is_recognised_by_its_library(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("cpuinfo", "expected"),
     [
         ({"cpu family": "25", "model": "17", "stepping": "0"}, "cpu family 25, model 17, stepping 0"),
         ({"CPU implementer": "0x41", "CPU part": "0xd40"}, "CPU implementer 0x41, CPU part 0xd40"),
@@ -137,9 +137,9 @@ def test_a_torch_with_cuda_is_recognised_by_its_library(tmp_path: Path, monkeypa
     ],
 )
 def test_cpu_model_distinguishes_processors_of_same_name(
-    told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    cpuinfo: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_cpuinfo", told.get)
+    monkeypatch.setattr(device, "_cpuinfo", cpuinfo.get)
     assert device.cpu_model() == expected
 
 

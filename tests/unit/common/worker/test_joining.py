@@ -64,13 +64,13 @@ def test_refused_worker_gets_reason(
         member.until_refused(harness, words)
         assert not member.membership.joined
 
-        def told() -> bool:
+        def is_logged() -> bool:
             member.turn(harness)
             harness.gateway._watch()
             harness.gateway._complaints.log_due(1e9)
             return "handshakes that failed" in caplog.text
 
-        until(told, "the coordinator's log says nothing of it")
+        until(is_logged, "the coordinator's log says nothing of it")
     finally:
         member.close()
         harness.close()
@@ -193,7 +193,7 @@ def test_heartbeat_thread_reconnects_to_corrected_coordinator(cluster_key: Path)
         name = identity(hello.name, hello.incarnation, beats=True)
         return channels.watched_dealer(f"tcp://127.0.0.1:{harness.port}", name)
 
-    heart = HeartbeatThread(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
+    heartbeats = HeartbeatThread(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
     try:
         until(lambda: len(dials) > 2, "it is refused, and dials again")
         port = harness.port
@@ -203,6 +203,6 @@ def test_heartbeat_thread_reconnects_to_corrected_coordinator(cluster_key: Path)
         harness.gateway._reception.stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
         until(lambda: harness.gateway._read() or heard, "its beat arrives")
     finally:
-        heart.stop()
+        heartbeats.stop()
         channels.close()
         harness.close()

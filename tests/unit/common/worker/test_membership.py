@@ -40,8 +40,8 @@ def test_workers_adopt_times_of_latest_welcome(pair: Bench) -> None:
         pair.send(name, Welcome(Incarnation("other"), 20, 4_000, 500))
     pair.until(lambda: pair.beats >= 40, deadline_s=4)  # at the default of two a second, two workers would send 16
     prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
-    told = TransferLimits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
-    assert prefill.sender._limits == decode.receiver._limits == told  # type: ignore[attr-defined]
+    reported = TransferLimits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
+    assert prefill.sender._limits == decode.receiver._limits == reported  # type: ignore[attr-defined]
     assert decode.receiver._sources.lease_s == 4.0  # type: ignore[attr-defined]
     request = make_request(50, 4)
     pair.place(request, "prefill-0", "decode-1")
@@ -103,11 +103,11 @@ def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkey
     engine = OracleEngine(64)
     worker = bench.add("decode", engine)
     bench.until(lambda: worker.membership.joined)
-    step, stood_still_s, told = engine.step, [0.0], []
+    step, stood_still_s, reported = engine.step, [0.0], []
 
     def stopped(batch: Batch) -> StepResult:
         stood_still_s[0] += 3.0
-        told.append(worker.membership._heartbeat(0).turn_ms)
+        reported.append(worker.membership._heartbeat(0).turn_ms)
         return step(batch)
 
     for part, clock in ((worker, "clock"), (worker.membership, "_clock")):
@@ -117,7 +117,7 @@ def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkey
     request = make_request(40, 3)
     bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
-    assert len(told) >= 3 and all(300 <= turn_ms <= 2000 for turn_ms in told)
+    assert len(reported) >= 3 and all(300 <= turn_ms <= 2000 for turn_ms in reported)
 
 
 def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:

@@ -53,7 +53,7 @@ async def test_more_errors(cluster: FakeCluster) -> None:
         assert response.status == status, (path, answer)
         valid("ErrorResponse", answer)
     _, answer = await cluster.post(TEXT, {"prompt": "x" * (9 << 20)})
-    assert all(told in answer["error"]["message"] for told in ("8,388,608 bytes", "--max-body-bytes"))
+    assert all(reported in answer["error"]["message"] for reported in ("8,388,608 bytes", "--max-body-bytes"))
     response, answer = await cluster.post("/admin/scale", {})
     assert response.status == 400 and "give prefill, decode or both" in answer["error"]["message"]
     response, answer = await cluster.post(CHAT, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})

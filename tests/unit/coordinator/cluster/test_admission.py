@@ -69,7 +69,7 @@ def test_missing_worker_keeps_name_and_identity(harness: GatewayHarness) -> None
     """Its connection breaks, and its heartbeat arrives before it can send Hello."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation, "its own")
-    worker, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
+    worker, heartbeats = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
     send(worker, hello)
     assert isinstance(harness.answer(worker), Welcome)
     (here,) = harness.registry
@@ -80,7 +80,7 @@ def test_missing_worker_keeps_name_and_identity(harness: GatewayHarness) -> None
         send(thief, said)
     until(lambda: harness.gateway._read() or harness.gateway.bad_messages == 1, "its Hello is not believed")
     harness.gateway._look_for_missing()
-    send(heart, beat(hello.incarnation))
+    send(heartbeats, beat(hello.incarnation))
     assert isinstance(harness.answer(worker), Rejoin)
     other = msgspec.structs.replace(hello, incarnation="another")
     newcomer = harness.dial("decode", identity(other.name, other.incarnation))
@@ -105,9 +105,9 @@ def test_refusal_reason_is_sent_only_with_keys_and_logged_once(
             assert isinstance(answer, Rejected)
             assert ("fingerprint" in answer.reason) is keyed and ("served" in answer.reason) is keyed
         harness.gateway._complaints.log_due(1e9)
-        told = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
-        assert len(told) == 2 and "fingerprint" in told[0] and told[1].endswith(" (49 times)")
-        assert "secret" not in caplog.text and not any("\n" in line for line in told)
+        reported = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+        assert len(reported) == 2 and "fingerprint" in reported[0] and reported[1].endswith(" (49 times)")
+        assert "secret" not in caplog.text and not any("\n" in line for line in reported)
     finally:
         harness.close()
 
@@ -138,12 +138,12 @@ def test_hello_of_other_version_is_refused_with_reason(harness: GatewayHarness, 
 def test_unknown_workers_heartbeat_delays_its_replacement(harness: GatewayHarness) -> None:
     hello, clock = hello_of("decode"), harness.gateway.clock
     name = identity(hello.name, hello.incarnation)
-    control, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
+    control, heartbeats = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
     harness.registry.expect_rejoin(hello.name, hello.host, hello.pid, clock() - 7)
 
     def answered() -> bool:
         # Repeated: the first beat may be read before the control connection, which carries the answer, is open.
-        send(heart, beat(hello.incarnation, turn_ms=60_000, expected_ms=20_000))
+        send(heartbeats, beat(hello.incarnation, turn_ms=60_000, expected_ms=20_000))
         harness.gateway._read()
         return bool(control.poll(20))
 
@@ -159,10 +159,10 @@ def test_messages_of_other_version_get_rejoin_then_refusal(
     """Its other messages cannot be understood here; it is asked for its Hello, as any unknown peer is."""
     hello = hello_of("decode")
     name = identity(hello.name, hello.incarnation)
-    control, heart = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
+    control, heartbeats = harness.dial("decode", name), harness.dial("decode", name + b"|hb")
     said = [["news"], ["heartbeat"], ["heartbeat", hello.incarnation, {"of": [b"other", 1.5, None]}], ["tokens", 1]]
     for row in said * STRIKES:
-        socket = heart if row[0] == "heartbeat" else control
+        socket = heartbeats if row[0] == "heartbeat" else control
         socket.send(seal(msgspec.msgpack.encode(row)))
         assert isinstance(harness.answer(control), Rejoin)
     control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
@@ -202,12 +202,12 @@ def test_a_hello_that_makes_no_sense_is_a_strike(harness: GatewayHarness, protoc
     assert not list(harness.registry) and not socket.poll(50)
 
 
-@pytest.mark.parametrize("who", ["no key", "another cluster", "coordinator"])
-def test_strangers_do_not_get_in(harness: GatewayHarness, other: Path, who: str) -> None:
+@pytest.mark.parametrize("peer", ["no key", "another cluster", "coordinator"])
+def test_strangers_do_not_get_in(harness: GatewayHarness, other: Path, peer: str) -> None:
     harness.expected = False
     hello = hello_of("decode")
-    party: Party | None = {"no key": None, "another cluster": "decode", "coordinator": "coordinator"}[who]  # type: ignore[assignment]
-    socket = harness.dial(party, identity(hello.name, hello.incarnation), other if who == "another cluster" else None)
+    party: Party | None = {"no key": None, "another cluster": "decode", "coordinator": "coordinator"}[peer]  # type: ignore[assignment]
+    socket = harness.dial(party, identity(hello.name, hello.incarnation), other if peer == "another cluster" else None)
     send(socket, hello)
     assert harness.answer(socket) is None
     assert not list(harness.registry) and not harness.gateway.bad_messages, "nothing has arrived"

@@ -40,13 +40,13 @@ def test_second_link_trial_measures_rate_and_third_latency() -> None:
     registry, links = Registry(None), LinkStats()
     ends = prefill(registry, 0), decode(registry, 0)
 
-    def told(count: int, seconds: float) -> Trial | None:
+    def reported(count: int, seconds: float) -> Trial | None:
         return links.measured(*ends, Measured(Incarnation("decode 0"), "shm", count, seconds))
 
-    rate = told(1, 9.0)
+    rate = reported(1, 9.0)
     assert rate is not None and rate.tokens > LATENCY_TOKENS and links.of(ends[0]) == []
-    latency = told(2_000_000, 0.001)
+    latency = reported(2_000_000, 0.001)
     assert latency is not None and latency.tokens == LATENCY_TOKENS
-    assert told(1000, 0.00005) is None
+    assert reported(1000, 0.00005) is None
     (link,) = links.of(ends[0])
     assert (link.transport, link.gb_per_s, link.latency_us) == ("shm", 2.0, 50.0)

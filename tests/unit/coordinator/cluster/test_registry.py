@@ -232,15 +232,15 @@ def test_short_lag_does_not_replace_longer_excused_lag() -> None:
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40), st.integers(0, 39), st.floats(0.0, 1.0))
 def test_silence_excludes_longest_lag_since_last_message(lags: list[float], which: int, part: float) -> None:
-    looks, told = [0.0], LoopLag(TIMES.sweep_s)
-    told.look(0.0)
+    looks, reported = [0.0], LoopLag(TIMES.sweep_s)
+    reported.look(0.0)
     for late_s in lags:
         looks.append(looks[-1] + TIMES.sweep_s + late_s)
-        told.look(looks[-1])
+        reported.look(looks[-1])
     before = looks[min(which, len(lags) - 1)]
     heard_at = before + part * (looks[-1] - before)
     excuses = [min(late, at - heard_at) for at, late in zip(looks[1:], lags, strict=True) if at > heard_at]
-    assert told.silence(heard_at, looks[-1]) == pytest.approx(looks[-1] - heard_at - max(excuses, default=0.0))
+    assert reported.silence(heard_at, looks[-1]) == pytest.approx(looks[-1] - heard_at - max(excuses, default=0.0))
 
 
 def test_a_heartbeat_keeps_a_worker() -> None:
@@ -306,8 +306,8 @@ def test_registry_removes_worker_without_lease_acks_despite_heartbeats(turn_s: f
     gone_at = beaten(registry, worker, turn_ms, answers_until=5.0)
     assert gone_at is not None and worker.state is WorkerState.GONE
     assert gone_at - 5.0 <= TIMES.timeout_s + 3 * TIMES.heartbeat_s + turn_s
-    [told] = hung(registry, 60.0, since=gone_at)
-    assert told.startswith("d0 1 no answer over its control connection for "), "it may be replaced"
+    [reported] = hung(registry, 60.0, since=gone_at)
+    assert reported.startswith("d0 1 no answer over its control connection for "), "it may be replaced"
 
 
 def test_registry_keeps_worker_while_messages_are_unread() -> None:
@@ -382,11 +382,11 @@ def test_the_longest_announced_prefix_in_whole_blocks(block_size: int) -> None:
 
 def hung(registry: Registry, until_s: float, *, since: float = 0.0) -> list[str]:
     """Sweep at the regular interval; return the workers to be replaced and the reasons."""
-    told, steps = [], round((until_s - since) / TIMES.sweep_s)
+    reported, steps = [], round((until_s - since) / TIMES.sweep_s)
     for now in (since + step * TIMES.sweep_s for step in range(1, steps + 1)):
         registry.sweep(now)
-        told += [f"{hang.name} {hang.pid} {hang.why(now)}" for hang in registry.unresponsive.overdue(now)]
-    return told
+        reported += [f"{hang.name} {hang.pid} {hang.why(now)}" for hang in registry.unresponsive.overdue(now)]
+    return reported
 
 
 def test_silent_worker_is_replaced_once_after_lease() -> None:
@@ -417,7 +417,7 @@ def test_rejoined_worker_is_not_replaced(incarnation: str) -> None:
     last = TIMES.silence_s + TIMES.lease_s
     assert hung(registry, last) == []
     registry.gone(join(registry, "d0", incarnation, now=last))
-    assert [told.split()[0] for told in hung(registry, 60.0, since=last)] == ["d1"]
+    assert [reported.split()[0] for reported in hung(registry, 60.0, since=last)] == ["d1"]
 
 
 def test_expected_worker_has_one_lease_to_join() -> None:
@@ -430,8 +430,8 @@ def test_expected_worker_has_one_lease_to_join() -> None:
     assert hung(registry, 2.0) == []
     registry.gone(join(registry, "d1", "i1", now=2.0))
     assert hung(registry, TIMES.lease_s - TIMES.sweep_s, since=2.0) == []
-    told = hung(registry, 60.0, since=TIMES.lease_s - TIMES.sweep_s)
-    assert told == ["d2 2 no Hello to this coordinator for 8 s"]
+    reported = hung(registry, 60.0, since=TIMES.lease_s - TIMES.sweep_s)
+    assert reported == ["d2 2 no Hello to this coordinator for 8 s"]
 
 
 def test_expected_worker_in_long_step_may_join_after_it() -> None:

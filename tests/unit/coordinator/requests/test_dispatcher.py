@@ -207,7 +207,7 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
     async with open_cluster(model, "prefill") as cluster:
         decode = await cluster.add("decode", step_s=0.05)
         for stream in (True, False):
-            told = len(decode.got(Abort)) + 1
+            aborts = len(decode.got(Abort)) + 1
             asked = {**HELLO, "max_tokens": 1000, "stream": stream}
             response = asyncio.create_task(cluster.client.post(f"{cluster.url}{CHAT}", json=asked))
             await until(lambda: decode.busy, "it runs")
@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
             else:
                 response.cancel()
             started = time.monotonic()
-            await until(functools.partial(_aborted, decode, told), "decode gets the Aborts")
+            await until(functools.partial(_aborted, decode, aborts), "decode gets the Aborts")
             assert time.monotonic() - started < scaled(0.2)
         await until(lambda: not decode.busy, "decode is free")
     assert caplog.messages.count("499 POST /v1/chat/completions: the client disconnected") == 1

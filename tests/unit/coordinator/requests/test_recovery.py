@@ -635,11 +635,11 @@ async def test_the_lost_end_of_one_choice_is_asked_for_while_another_goes_on(mod
         tokens: dict[int, list[int]] = {0: [], 1: []}
         async with cluster.client.post(cluster.url + CHAT, json=body) as response:
             async for line in response.content:
-                if line.startswith(b"data: {") and (told := json.loads(line[6:])["choices"]):
-                    tokens[told[0]["index"]] += told[0].get("token_ids") or []
-                    if told[0]["finish_reason"]:
+                if line.startswith(b"data: {") and (choices := json.loads(line[6:])["choices"]):
+                    tokens[choices[0]["index"]] += choices[0].get("token_ids") or []
+                    if choices[0]["finish_reason"]:
                         break
-        assert told[0]["index"] == 0 and told[0]["finish_reason"] == "stop", "the other would go on for seconds"
+        assert choices[0]["index"] == 0 and choices[0]["finish_reason"] == "stop", "the other would go on for seconds"
         [request] = [message.request for message in worker.got(Generate)]
         assert tokens[0] == [*(formula(request, 0, position) for position in range(20)), EOS]
         assert tokens[1] == [formula(request, 1, position) for position in range(len(tokens[1]))]

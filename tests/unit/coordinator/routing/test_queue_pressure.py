@@ -12,13 +12,13 @@ from tests.unit.coordinator.routing.test_router import cluster
 
 
 def test_queue_pressure_reports_changes_once_with_hysteresis() -> None:
-    told: list[bool] = []
-    queue_pressure = QueuePressure(told.append)
+    reported: list[bool] = []
+    queue_pressure = QueuePressure(reported.append)
     for steps in (0, DEEP_STEPS - 1, DEEP_STEPS, DEEP_STEPS - 1, SHALLOW_STEPS, DEEP_STEPS, SHALLOW_STEPS - 1, 0):
         queue_pressure.look(steps)
-    assert told == [True, False]
+    assert reported == [True, False]
     queue_pressure.look(100)
-    assert told == [True, False, True]
+    assert reported == [True, False, True]
 
 
 def test_the_longest_queue_of_prefill_counts() -> None:

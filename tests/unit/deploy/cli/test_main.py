@@ -360,6 +360,6 @@ def test_benchmark_checks_options_before_start(
 def test_outputs_are_checked_before_anything_is_measured(
     words: tuple[str, str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nobody = ("--url", "http://127.0.0.1:9")
-    assert cli.main(["bench", "serve", *nobody, words[0], words[1].format(tmp_path)]) == 1
+    closed_port = ("--url", "http://127.0.0.1:9")
+    assert cli.main(["bench", "serve", *closed_port, words[0], words[1].format(tmp_path)]) == 1
     assert why in capsys.readouterr().err and not list(tmp_path.iterdir())

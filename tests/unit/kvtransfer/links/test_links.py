@@ -116,7 +116,7 @@ def reached(reader: nixl.NixlReader, owner: Incarnation, announcement: bytes, so
     return pool
 
 
-def knocked(pools: memory.Pools, source: KvMemory) -> int:
+def connected(pools: memory.Pools, source: KvMemory) -> int:
     """Return a pool's file descriptor, as its endpoint sends it."""
     endpoint = pools.endpoint(source, new_incarnation())
     connection = pools.connect(endpoint.address)
@@ -153,7 +153,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         reader.close()
         endpoint.close()
     else:
-        descriptor = os.dup(source.fd) if link == "shm" else knocked(memory.Pools(), source)
+        descriptor = os.dup(source.fd) if link == "shm" else connected(memory.Pools(), source)
         mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
         yield Pair(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
         mapped.close()
@@ -604,7 +604,7 @@ def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
 def test_memory_pool_connects_while_owner_answers_and_endpoint_exists() -> None:
     pool, pools, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 2), memory.Pools(), Incarnation("gone")
     endpoint = pools.endpoint(pool, owner)
-    os.close(knocked(pools, pool))
+    os.close(connected(pools, pool))
     endpoint.answers = lambda: False
     connection = pools.connect(endpoint.address)
     assert select.select([connection], [], [], 20)[0]
