@@ -29,7 +29,7 @@ from tests.chaos import load, matrix, overload, soak
 from tests.chaos.cells import CELLS
 from tests.chaos.cluster import clock
 from tests.chaos.host import undisturbed
-from tests.chaos.load import HEADER, Figures
+from tests.chaos.load import HEADER, LoadFigures
 
 
 def _matrix(options: argparse.Namespace) -> tuple[bool, str]:
@@ -39,7 +39,7 @@ def _matrix(options: argparse.Namespace) -> tuple[bool, str]:
     return all(result.passed for result in results), matrix.markdown(results, clock() - started)
 
 
-def _verdict(figures: Sequence[Figures]) -> tuple[bool, str]:
+def _verdict(figures: Sequence[LoadFigures]) -> tuple[bool, str]:
     return all(each.passed for each in figures), "\n".join([HEADER, *(each.row() for each in figures)]) + "\n"
 
 

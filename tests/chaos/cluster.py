@@ -28,7 +28,7 @@ import aiohttp
 
 from common.checkpoint.files import open_checkpoint
 from tests import leaked_keys
-from tests.chaos.proxy import Proxy
+from tests.chaos.proxy import FaultProxy
 from tests.chaos.worker import FIRST_FAULT
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.fakes.oracle import VOCABULARY, oracle_stream
@@ -188,8 +188,8 @@ class ChaosWorker:
     name: str
     role: str
     flags: tuple[str, ...]
-    control: Proxy
-    data: Proxy
+    control: FaultProxy
+    data: FaultProxy
     process: Process | None = None
     incarnation: str = ""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -289,7 +289,7 @@ class ChaosCluster:
         for role, count in self._shape.items():
             for number in range(count):
                 name = f"{role}-{number}"
-                control, data = await Proxy(self.rng).start(), await Proxy(self.rng).start()
+                control, data = await FaultProxy(self.rng).start(), await FaultProxy(self.rng).start()
                 self.workers[name] = ChaosWorker(name, role, self.flags, control, data)
         await asyncio.gather(*(self.start_worker(worker) for worker in self.workers.values()))
         await self.until_ready()

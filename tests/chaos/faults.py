@@ -16,7 +16,7 @@ from common.core.timeouts import FailureTimes
 from common.net.wire import DIGEST_BYTES
 from coordinator.routing.router import FAILED_PAIRS
 from tests.chaos.cluster import ChaosWorker, clock, state_of
-from tests.chaos.proxy import Action, Direction, Parts, Proxy, Rule, is_a, is_frame
+from tests.chaos.proxy import Action, Direction, FaultProxy, Parts, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene, bring
 from tests.chaos.worker import KILLS_LATE
 
@@ -610,16 +610,16 @@ async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-def _line(scene: Scene, which: str) -> Proxy:
+def _line(scene: Scene, which: str) -> FaultProxy:
     return {"data": scene.decode.data, "prefill": scene.prefill.control, "decode": scene.decode.control}[which]
 
 
-def _counted(proxy: Proxy, name: str) -> Proof:
+def _counted(proxy: FaultProxy, name: str) -> Proof:
     before = proxy.done[name]
     return lambda: proxy.done[name] > before
 
 
-async def _cut(how: Callable[[Proxy], int], which: str, scene: Scene) -> Proof:
+async def _cut(how: Callable[[FaultProxy], int], which: str, scene: Scene) -> Proof:
     proxy = _line(scene, which)
     proof = _counted(proxy, how.__name__)
     _struck(scene)
@@ -630,7 +630,7 @@ async def _cut(how: Callable[[Proxy], int], which: str, scene: Scene) -> Proof:
 
 async def reset_one_after_the_other(scene: Scene) -> Proof:
     """Reset the coordinator's connection to the request's decode worker, then that to the one that took over."""
-    proof = await _cut(Proxy.reset, "decode", scene)
+    proof = await _cut(FaultProxy.reset, "decode", scene)
     other = scene.other(scene.decode)
     await scene.cluster.until(
         lambda: any(step[0] > scene.struck_at and step[3] >= PROMPT for step in other.steps()),
@@ -644,7 +644,7 @@ async def reset_one_after_the_other(scene: Scene) -> Proof:
 async def reset_all(scene: Scene) -> Proof:
     """Reset every worker's connection to the coordinator, one after another, as when a device between them loses its
     state."""
-    proof = await _cut(Proxy.reset, "decode", scene)
+    proof = await _cut(FaultProxy.reset, "decode", scene)
     others = [worker for worker in scene.cluster.workers.values() if worker is not scene.decode]
     struck = 0
     for worker in others:
@@ -653,8 +653,8 @@ async def reset_all(scene: Scene) -> Proof:
     return lambda: proof() and struck == len(others)
 
 
-reset = partial(_cut, Proxy.reset)
-half_close = partial(_cut, Proxy.half_close)
+reset = partial(_cut, FaultProxy.reset)
+half_close = partial(_cut, FaultProxy.half_close)
 
 
 async def black_hole(which: str, scene: Scene) -> Proof:
@@ -671,9 +671,9 @@ async def black_hole(which: str, scene: Scene) -> Proof:
 
 async def black_hole_next(scene: Scene) -> Proof:
     """Black-hole the first pair over which a hand-off is announced from now on, which is that of the queued request."""
-    chosen: list[Proxy] = []
+    chosen: list[FaultProxy] = []
 
-    def swallows(proxy: Proxy, parts: Parts) -> bool:
+    def swallows(proxy: FaultProxy, parts: Parts) -> bool:
         if chosen or not is_a("open")(parts):
             return False
         chosen.append(proxy)

@@ -28,7 +28,7 @@ Break = Callable[[ChaosCluster], Awaitable[tuple[float, Proof]]]
 
 
 @dataclass
-class Figures:
+class LoadFigures:
     """The outcome of one run. Times are in seconds.
 
     After a fault, ``gap_s`` is the largest gap between two tokens, and ``first_s`` the longest wait for a first token,
@@ -119,15 +119,15 @@ async def scenario(
     requests: int,
     at_once: int,
     allowed_gap_s: float,
-) -> Figures:
+) -> LoadFigures:
     """Run a load of ``requests`` random requests with one fault in the middle; afterwards the cluster needs repair."""
     asks = [cluster.ask(cluster.rng.randrange(40, 120), cluster.rng.randrange(16, 40)) for _ in range(requests)]
-    return await answered(cluster, asks, Figures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
+    return await answered(cluster, asks, LoadFigures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
 
 
 async def answered(
-    cluster: ChaosCluster, asks: Sequence[ChaosRequest], figures: Figures, breaking: Break | None, at_once: int
-) -> Figures:
+    cluster: ChaosCluster, asks: Sequence[ChaosRequest], figures: LoadFigures, breaking: Break | None, at_once: int
+) -> LoadFigures:
     """As :func:`scenario`, for given requests; fills and returns ``figures``."""
     started = clock()
     load = asyncio.ensure_future(crowd(cluster, asks, at_once))
@@ -151,7 +151,7 @@ async def answered(
     return figures
 
 
-def _measure(figures: Figures, asks: Sequence[ChaosRequest], struck_at: float, *, struck: bool) -> None:
+def _measure(figures: LoadFigures, asks: Sequence[ChaosRequest], struck_at: float, *, struck: bool) -> None:
     """Measure the gaps, from ``struck_at`` on, of every request that was running then or came later."""
     there = [ask for ask in asks if ask.ended_at > struck_at]
     begun = [ask for ask in there if ask.arrivals]
@@ -172,13 +172,13 @@ def _measure(figures: Figures, asks: Sequence[ChaosRequest], struck_at: float, *
         figures.late.append(f"{figures.first_s:.2f} s to a first token")
 
 
-def only_late(*figures: Figures) -> str:
+def only_late(*figures: LoadFigures) -> str:
     """Describe the missed bounds of time; empty if there are none or something else is wrong too."""
     late = [f"{each.name}: {what}" for each in figures for what in each.late]
     return "" if any(each.wrong for each in figures) else "; ".join(late)
 
 
-def judge(figures: Figures, asks: Sequence[ChaosRequest]) -> None:
+def judge(figures: LoadFigures, asks: Sequence[ChaosRequest]) -> None:
     """Compare every answer with the oracle's, up to the last token that its client waited for."""
     for ask in asks:
         verdict = ask.verdict()
@@ -273,9 +273,9 @@ LOAD_FLAGS = ("--max-num-seqs", "64", "--step-s", "0.01", "--blocks", "2048", "-
 LINKS = {"zmq": "ZeroMQ", "shm": "shared memory"}
 
 
-async def load(directory: Path, *, requests: int, at_once: int, only: str = "") -> list[Figures]:
+async def load(directory: Path, *, requests: int, at_once: int, only: str = "") -> list[LoadFigures]:
     """Run every scenario in turn: in one cluster per link and one with colocated workers, repaired between them."""
-    figures: list[Figures] = []
+    figures: list[LoadFigures] = []
     knobs = {"requests": requests, "at_once": at_once}
     for link, name in LINKS.items():
         scenarios = {f"{each}, {name}": fault for each, fault in SCENARIOS.items() if only in f"{each}, {name}"}
@@ -292,8 +292,8 @@ async def load(directory: Path, *, requests: int, at_once: int, only: str = "") 
 
 async def _in_turn(
     cluster: ChaosCluster, scenarios: Mapping[str, tuple[Break | None, float]], *, requests: int, at_once: int
-) -> list[Figures]:
-    async def once(name: str, breaking: Break | None, gap: float) -> Figures:
+) -> list[LoadFigures]:
+    async def once(name: str, breaking: Break | None, gap: float) -> LoadFigures:
         for worker in cluster.workers.values():
             worker.command(step_s=0.01)
         count = requests * (3 if breaking is rolling_restart else 1)  # the load must outlast four restarts
@@ -309,7 +309,7 @@ async def _in_turn(
     return figures
 
 
-async def tampered(directory: Path, *, requests: int, at_once: int, rate: float) -> list[Figures]:
+async def tampered(directory: Path, *, requests: int, at_once: int, rate: float) -> list[LoadFigures]:
     """Run a load during which frames are corrupted, truncated, dropped, duplicated and reordered, at ``rate`` each."""
     actions: tuple[Action, ...] = ("corrupt", "truncate", "drop", "duplicate", "reorder")
     async with ChaosCluster.running(directory / "frames", flags=(*LOAD_FLAGS, "--kv-transport", "zmq")) as cluster:

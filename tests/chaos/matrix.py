@@ -28,7 +28,7 @@ HAPPENED_S = 12.0
 
 
 @dataclass
-class Result:
+class CellResult:
     """The outcome of a cell. Times are in seconds.
 
     ``value`` is what the cell measures, ``turn_s`` the largest gap of a queued request, ``freed_s`` the time from the
@@ -51,9 +51,9 @@ class Result:
         return not self.wrong
 
 
-async def run_cell(cluster: ChaosCluster, cell: Cell) -> Result:
+async def run_cell(cluster: ChaosCluster, cell: Cell) -> CellResult:
     """Play one cell in a cluster without faults; it may need repair afterwards."""
-    result = Result(cell)
+    result = CellResult(cell)
     try:
         async with cluster.session() as session:
             await _play(cluster, cell, session, result)
@@ -66,7 +66,7 @@ async def run_cell(cluster: ChaosCluster, cell: Cell) -> Result:
     return result
 
 
-async def _play(cluster: ChaosCluster, cell: Cell, session: aiohttp.ClientSession, result: Result) -> None:
+async def _play(cluster: ChaosCluster, cell: Cell, session: aiohttp.ClientSession, result: CellResult) -> None:
     scene = await arrange(cluster, cell.arranged or cell.phase, session, cell.output, stream=cell.stream)
     proof = await cell.fault(scene)
     await scene.over()
@@ -91,7 +91,7 @@ async def _play(cluster: ChaosCluster, cell: Cell, session: aiohttp.ClientSessio
     result.late = bool(result.wrong)
 
 
-def _measured(scene: Scene, cell: Cell, result: Result) -> float:
+def _measured(scene: Scene, cell: Cell, result: CellResult) -> float:
     if cell.measure == "freed":
         return result.freed_s
     if cell.measure == "answer":
@@ -125,21 +125,21 @@ def _objection(scene: Scene, cell: Cell) -> str:
     return ""
 
 
-async def _play_in_peace(cluster: ChaosCluster, cell: Cell) -> Result:
+async def _play_in_peace(cluster: ChaosCluster, cell: Cell) -> CellResult:
     times = itertools.count(1)
 
-    async def once() -> Result:
+    async def once() -> CellResult:
         result = await _play_and_repair(cluster, cell)
         result.times = next(times)
         return result
 
-    def late(result: Result) -> str:
+    def late(result: CellResult) -> str:
         return f"{cell.id}: {result.wrong}" if result.late and not cluster.beyond_repair else ""
 
     return await undisturbed(once, late)
 
 
-async def _play_and_repair(cluster: ChaosCluster, cell: Cell) -> Result:
+async def _play_and_repair(cluster: ChaosCluster, cell: Cell) -> CellResult:
     result = await run_cell(cluster, cell)
     try:
         await cluster.repair()
@@ -150,11 +150,11 @@ async def _play_and_repair(cluster: ChaosCluster, cell: Cell) -> Result:
     return result
 
 
-async def play(cells: Sequence[Cell], directory: Path, clusters: int) -> AsyncIterator[Result]:
+async def play(cells: Sequence[Cell], directory: Path, clusters: int) -> AsyncIterator[CellResult]:
     """Play all cells in ``clusters`` clusters at a time, and yield the results as they complete. A cluster that cannot
     be repaired is replaced."""
     shares = _shares(cells, clusters)
-    results: asyncio.Queue[Result | BaseException] = asyncio.Queue()
+    results: asyncio.Queue[CellResult | BaseException] = asyncio.Queue()
     lanes = iter(enumerate(shares))
     all_begin = asyncio.Barrier(min(clusters, len(shares)))
 
@@ -203,12 +203,12 @@ def _shares(cells: Sequence[Cell], clusters: int) -> list[deque[Cell]]:
     return sorted(parts, key=len, reverse=True)
 
 
-def _longest(results: Iterable[Result]) -> float:
+def _longest(results: Iterable[CellResult]) -> float:
     """Return the largest ``held_s`` of the cells that measured it; NaN if none did."""
     return max((result.held_s for result in results if not math.isnan(result.held_s)), default=math.nan)
 
 
-def markdown(results: Sequence[Result], seconds: float) -> str:
+def markdown(results: Sequence[CellResult], seconds: float) -> str:
     """Return the matrix as a Markdown table: faults in the order of the cells, by phases of a request."""
     held_s, again = _longest(results), sum(result.times > 1 for result in results)
     noise = f" {again} were played again, as the host took {TAKEN:.0%} of the cores or more when they were late."
@@ -219,7 +219,7 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
         f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held after its attempt was over (s) |",
         f"|---|---|---|{'---|' * len(PHASES)}---|",
     ]
-    rows: dict[tuple[str, str, str], dict[Phase, Result]] = {}
+    rows: dict[tuple[str, str, str], dict[Phase, CellResult]] = {}
     for result in results:
         cell = result.cell
         rows.setdefault((cell.name, cell.expect, cell.measure), {})[cell.phase] = result
@@ -231,7 +231,7 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
     return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"
 
 
-def _entry(result: Result | None) -> str:
+def _entry(result: CellResult | None) -> str:
     """Return the measured value and its bound."""
     if result is None:
         return ""
@@ -241,9 +241,9 @@ def _entry(result: Result | None) -> str:
     return entry if result.passed else f"**{entry}**"
 
 
-async def run(cells: Sequence[Cell], directory: Path, clusters: int) -> list[Result]:
+async def run(cells: Sequence[Cell], directory: Path, clusters: int) -> list[CellResult]:
     """Play all cells, print each result as it completes, and return the results in the order of ``cells``."""
-    done: dict[str, Result] = {}
+    done: dict[str, CellResult] = {}
     started = clock()
     async for result in play(cells, directory, clusters):
         done[result.cell.id] = result

@@ -23,7 +23,7 @@ from typing import Any
 from common.core.request import SamplingParams
 from tests.chaos.cluster import FREE_WITHIN_S, ROOT, ChaosCluster, ChaosRequest, ChaosWorker, clock
 from tests.chaos.host import undisturbed
-from tests.chaos.load import Break, Figures, answered, only_late, reset_links, signalled, swallow_link
+from tests.chaos.load import Break, LoadFigures, answered, only_late, reset_links, signalled, swallow_link
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
 BUILTIN = ROOT / "common" / "builtin" / "model"
@@ -159,25 +159,25 @@ FAULTS: dict[str, tuple[Break | None, float]] = {
 
 async def load(
     directory: Path, model: Path, *, requests: int, at_once: int, dtype: str, only: str = ""
-) -> list[Figures]:
+) -> list[LoadFigures]:
     """Run the same requests twice without a fault, and once with each fault whose name contains ``only``.
 
     In bfloat16 the tokens of a stream may depend on its worker's batches, also without a fault. Therefore the number of
     answers that differ from the first run's is counted in each run; the second run without a fault is the baseline.
     """
-    figures: list[Figures] = []
+    figures: list[LoadFigures] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault[0] is None or only in name}
     async with ModelCluster.running(directory / "model", model=model, dtype=dtype) as cluster:
         asks = [cluster.ask(cluster.rng.choice(PROMPTS), cluster.rng.choice(OUTPUTS)) for _ in range(requests)]
         first, alone = asks, 0.0
         turns = -(-at_once // (len(cluster.by_role("decode")) * len(cluster.by_role("prefill"))))
 
-        async def once(name: str, breaking: Break | None, noticed_s: float) -> Figures:
+        async def once(name: str, breaking: Break | None, noticed_s: float) -> LoadFigures:
             nonlocal alone, first
             again = [replace(ask, ids=[], arrivals=[], done=False, ended_at=0.0) for ask in asks]
             queued = figures[0].first_s if figures else 0.0
             # half of the streams move, and each prefill worker recomputes half of these
-            done = Figures(name, allowed_gap_s=noticed_s + alone * turns if breaking else 0.0, queued_s=queued)
+            done = LoadFigures(name, allowed_gap_s=noticed_s + alone * turns if breaking else 0.0, queued_s=queued)
             run = asyncio.ensure_future(answered(cluster, again, done, breaking, at_once))
             if not figures:
                 alone, first = await _prompts_alone(cluster, again), again

@@ -16,7 +16,7 @@ import aiohttp
 
 from tests.chaos.cluster import ChaosCluster, ChaosRequest, clock
 from tests.chaos.faults import REFUSED_S
-from tests.chaos.load import Figures, crowd
+from tests.chaos.load import LoadFigures, crowd
 
 DEADLINE_S = 3.0
 SECONDS = 20.0
@@ -49,7 +49,7 @@ async def _arriving(
 
 async def overload(
     directory: Path, *, factors: Sequence[float] = (1.0, 2.0, 3.0), seconds: float = SECONDS
-) -> list[Figures]:
+) -> list[LoadFigures]:
     """Measure the peak goodput with ``IN_FLIGHT`` clients in a closed loop, then run open-loop arrivals at multiples of
     it, ``seconds`` each."""
     figures = []
@@ -59,7 +59,7 @@ async def overload(
         peak = usual_s = 0.0
         for factor in (0.0, *factors):
             name = f"{factor:g} times the peak" if factor else "the peak, closed loop"
-            done = Figures(name)
+            done = LoadFigures(name)
             started = clock()
             if factor:
                 asks = _asks(cluster, round(factor * peak * seconds))
@@ -91,7 +91,7 @@ async def overload(
     return figures
 
 
-def _judge_refusals(figures: Figures, asks: Sequence[ChaosRequest], *, due: bool) -> None:
+def _judge_refusals(figures: LoadFigures, asks: Sequence[ChaosRequest], *, due: bool) -> None:
     """Judge the time until requests were rejected, as clients see it. With ``due``, some must have been rejected."""
     times = sorted(ask.ended_at - ask.started_at for ask in asks if ask.status in (429, 503))
     if not times:
@@ -103,7 +103,7 @@ def _judge_refusals(figures: Figures, asks: Sequence[ChaosRequest], *, due: bool
         figures.late.append(f"refusals took {p99_s:.2f} s (p99)")
 
 
-def judge_gaps(figures: Figures, asks: Sequence[ChaosRequest], usual_s: float) -> float:
+def judge_gaps(figures: LoadFigures, asks: Sequence[ChaosRequest], usual_s: float) -> float:
     """Judge the inter-token latencies, including the time from the last token to the end of a stream that timed out.
 
     Returns their p99 in seconds, which is compared with ``usual_s`` unless that is 0."""

@@ -1,6 +1,6 @@
 """A TCP proxy between two ZeroMQ sockets that injects faults into the traffic and counts them.
 
-A :class:`Proxy` stands in front of one listening socket. Its switches act on bytes (hold, black hole, latency,
+A :class:`FaultProxy` stands in front of one listening socket. Its switches act on bytes (hold, black hole, latency,
 bandwidth, slicing, severing, reset, half-close), its :class:`Rule` objects on whole ZeroMQ messages (drop, duplicate,
 reorder, corrupt, truncate). ``done`` counts the injected faults by name, so that a test can verify that its fault
 happened. Faults can be limited to the connections of one peer by its ZeroMQ identity.
@@ -139,7 +139,7 @@ def framed(parts: Parts) -> bytes:
 
 
 @dataclass(eq=False)
-class _Connection:
+class _ProxiedConnection:
     """A connection from a peer, and the proxy's own connection to the target."""
 
     reader: asyncio.StreamReader
@@ -161,7 +161,7 @@ class _Connection:
 
 
 @dataclass(eq=False)
-class Proxy:
+class FaultProxy:
     """Listens on a free loopback port and forwards to the target, once :meth:`aim` has set it.
 
     While :meth:`hold` is in effect, bytes wait; nothing is lost, and connections stay. With ``black_hole``, all bytes
@@ -180,13 +180,13 @@ class Proxy:
     done: Counter[str] = field(default_factory=Counter)
     port: int = 0
 
-    async def start(self) -> Proxy:
+    async def start(self) -> FaultProxy:
         self._go = asyncio.Event()
         self._go.set()
         self._aimed = asyncio.Event()
         self._changed = asyncio.Event()
         self._target = ("", 0)
-        self._connections: set[_Connection] = set()
+        self._connections: set[_ProxiedConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._swallowed: set[asyncio.StreamWriter] = set()
         self._hold_at: Callable[[Parts], bool] | None = None
@@ -296,7 +296,7 @@ class Proxy:
                 self._swallowed.discard(writer)
             return
         target_reader, target_writer = await asyncio.open_connection(*self._target)
-        connection = _Connection(reader, writer, target_reader, target_writer)
+        connection = _ProxiedConnection(reader, writer, target_reader, target_writer)
         self._connections.add(connection)
         self.done["connections"] += 1
         pumps = [
@@ -313,7 +313,11 @@ class Proxy:
             target_writer.transport.abort()
 
     async def _pump(
-        self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction
+        self,
+        connection: _ProxiedConnection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        direction: Direction,
     ) -> None:
         parser, late = _Parser(), None
         while data := await reader.read(CHUNK):
@@ -338,7 +342,7 @@ class Proxy:
                 await self._write(connection, writer, bytes(out))
 
     def _judge(
-        self, connection: _Connection, parts: Parts, direction: Direction, late: bytes | None
+        self, connection: _ProxiedConnection, parts: Parts, direction: Direction, late: bytes | None
     ) -> tuple[bytes, bytes | None]:
         """Apply the rules to a message. Returns the bytes to send in its place, and those to send after the next
         message."""
@@ -372,7 +376,7 @@ class Proxy:
         at = self.rng.randrange(len(part))
         return part[:at] + bytes([part[at] ^ (1 << self.rng.randrange(8))]) + part[at + 1 :]
 
-    async def _write(self, connection: _Connection, writer: asyncio.StreamWriter, data: bytes) -> None:
+    async def _write(self, connection: _ProxiedConnection, writer: asyncio.StreamWriter, data: bytes) -> None:
         mine = connection.identity.startswith(self.only)
         if mine and not self._go.is_set():
             self.done["hold"] += 1

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.chaos.cluster import ChaosCluster, ChaosRequest, Stuck, clock, state_of
 from tests.chaos.leaving import COMPUTED, QUEUED, SHIPPED, STREAMED, Leaving
-from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
+from tests.chaos.load import LOAD_FLAGS, LoadFigures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
 from tests.chaos.scenes import CHUNK, TOKEN_S, Phase, arrange
 from tests.chaos.scenes import STEP_S as SCENE_STEP_S
@@ -156,10 +156,10 @@ async def _break_things(
 
 async def soak(
     directory: Path, *, requests: int, at_once: int, every_s: float, state: Path | None, seed: int
-) -> Figures:
+) -> LoadFigures:
     """Run up to ``requests`` requests in total with a fault every ``every_s`` seconds, continuing from the file
     ``state`` if it exists."""
-    total = Figures("soak", allowed_gap_s=GAP_S)
+    total = LoadFigures("soak", allowed_gap_s=GAP_S)
     if state is not None and state.exists():
         kept = json.loads(state.read_text())
         total.verdicts, total.faults = Counter(kept["verdicts"]), Counter(kept["faults"])
@@ -181,7 +181,7 @@ async def soak(
     return total
 
 
-def _look(total: Figures, every_s: float) -> None:
+def _look(total: LoadFigures, every_s: float) -> None:
     """Judge the totals of all legs so far."""
     due = int(total.seconds / every_s)
     if total.faults.total() < (1 - MOST_FAULTS_MISSED) * due:
@@ -196,7 +196,7 @@ def _look(total: Figures, every_s: float) -> None:
 
 
 async def _leg(
-    cluster: ChaosCluster, leaving: Leaving, total: Figures, count: int, at_once: int, every_s: float
+    cluster: ChaosCluster, leaving: Leaving, total: LoadFigures, count: int, at_once: int, every_s: float
 ) -> None:
     asks = [cluster.ask(cluster.rng.randrange(20, 160), cluster.rng.randrange(8, 48)) for _ in range(count)]
     moments = leaving.moments()

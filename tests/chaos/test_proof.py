@@ -109,7 +109,7 @@ async def test_clients_hang_up_in_every_phase(tmp_path: Path) -> None:
         moments = Leaving(cluster).moments()
         leave = {ask.seed: moments[index % 5] for index, ask in enumerate(asks) if index % 5 < len(moments)}
         await load.crowd(cluster, asks, 32, leave=leave)
-        figures = load.Figures("hang-ups")
+        figures = load.LoadFigures("hang-ups")
         load.judge(figures, asks)
         assert figures.passed, figures.wrong
         phases = {f"left {phase}" for phase in (QUEUED, COMPUTED, SHIPPED, STREAMED)}

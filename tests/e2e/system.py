@@ -1,8 +1,8 @@
 """A whole system as an operator starts it, and a client as a user writes one.
 
 :class:`RunningSystem` runs ``tandem up`` (or any other ``tandem`` command) in processes of its own, waits until it is
-ready, keeps its log, stops it, and checks that no process is left. :class:`Client` speaks HTTP and returns what tests
-check: token ids, log-probabilities, finish reasons, usage, headers.
+ready, keeps its log, stops it, and checks that no process is left. :class:`ApiClient` speaks HTTP and returns what
+tests check: token ids, log-probabilities, finish reasons, usage, headers.
 """
 
 from __future__ import annotations
@@ -190,15 +190,15 @@ class RunningSystem:
             return False
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
+    async def client(self) -> AsyncIterator[ApiClient]:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
-            yield Client(session, self)
+            yield ApiClient(session, self)
 
 
 @dataclass
-class Choice:
+class ServedChoice:
     """One choice of an answer. ``top`` holds the log-probabilities of the most likely tokens per position, in falling
     order."""
 
@@ -216,7 +216,7 @@ class ServedAnswer:
 
     status: int
     headers: dict[str, str]
-    choices: list[Choice]
+    choices: list[ServedChoice]
     prompt: list[int]
     usage: dict[str, Any]
     metrics: dict[str, Any]
@@ -235,7 +235,7 @@ class ServedAnswer:
         return int(self.usage["prompt_tokens_details"]["cached_tokens"])
 
 
-class Client:
+class ApiClient:
     """A user of one system."""
 
     def __init__(self, session: aiohttp.ClientSession, system: RunningSystem) -> None:
@@ -272,7 +272,7 @@ class Client:
                 answer.metrics = event.get("tandem") or answer.metrics
                 for part in event["choices"]:
                     while len(answer.choices) <= part["index"]:
-                        answer.choices.append(Choice())
+                        answer.choices.append(ServedChoice())
                     _add_chunk(answer, answer.choices[part["index"]], part)
             return answer
 
@@ -338,15 +338,15 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
     assert done, "the stream ended without [DONE]"
 
 
-def _choice(part: dict[str, Any]) -> Choice:
-    choice = Choice(part["token_ids"], part.get("text", ""), part["finish_reason"])
+def _choice(part: dict[str, Any]) -> ServedChoice:
+    choice = ServedChoice(part["token_ids"], part.get("text", ""), part["finish_reason"])
     if "message" in part:
         choice.text = part["message"]["content"]
     _add_logprobs(choice, part["logprobs"])
     return choice
 
 
-def _add_chunk(answer: ServedAnswer, choice: Choice, part: dict[str, Any]) -> None:
+def _add_chunk(answer: ServedAnswer, choice: ServedChoice, part: dict[str, Any]) -> None:
     answer.prompt = part.get("prompt_token_ids") or answer.prompt
     assert choice.finish_reason is None, "a chunk after the finish reason"
     choice.token_ids += part.get("token_ids", [])
@@ -356,7 +356,7 @@ def _add_chunk(answer: ServedAnswer, choice: Choice, part: dict[str, Any]) -> No
     _add_logprobs(choice, part["logprobs"])
 
 
-def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
+def _add_logprobs(choice: ServedChoice, logprobs: dict[str, Any] | None) -> None:
     """Read both of OpenAI's formats: chat's list, and the columns of completions, where top tokens may share a text."""
     if logprobs is None:
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import MODEL_LEN, READY_S, Client, RunningSystem, TandemProcess, sampling_of
+from tests.e2e.system import MODEL_LEN, READY_S, ApiClient, RunningSystem, TandemProcess, sampling_of
 from tests.e2e.test_tokens import prompt_of
 from tests.pace import scaled
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
@@ -48,7 +48,7 @@ class ElasticCluster:
         words += ["--served-model-name", RunningSystem.name]
         self.workers[name] = TandemProcess.start(self.directory / f"{name}.log", *words)
 
-    async def until_ready(self, client: Client, *names: str) -> None:
+    async def until_ready(self, client: ApiClient, *names: str) -> None:
         deadline = time.monotonic() + READY_S
         while not set(names) <= {name for name, w in (await client.workers()).items() if w["state"] == "ready"}:
             for name in names:
@@ -56,7 +56,7 @@ class ElasticCluster:
             assert time.monotonic() < deadline, f"{names} have not joined:\n{self.coordinator.text}"
             await asyncio.sleep(0.05)
 
-    async def until_gone(self, client: Client, name: str) -> None:
+    async def until_gone(self, client: ApiClient, name: str) -> None:
         deadline = time.monotonic() + scaled(10.0)
         while (worker := (await client.workers()).get(name)) and worker["state"] == "ready":
             assert time.monotonic() < deadline, f"{name} is still there: {worker}"
@@ -96,7 +96,7 @@ async def test_workers_join_and_leave_a_running_system(
 ) -> None:
     reference = oracle("llama")
 
-    async def ask(client: Client, length: int) -> tuple[str, str | None]:
+    async def ask(client: ApiClient, length: int) -> tuple[str, str | None]:
         answer = await client.complete(prompt_of(length, 60), **FIELDS)
         reference.check(answer.prompt, answer.ids, sampling_of(FIELDS))
         return answer.path, answer.headers.get("x-tandem-decode")
@@ -135,7 +135,7 @@ async def test_workers_join_and_leave_a_running_system(
 MIGRATED = re.compile(r"^tandem_migrations_total (\S+)$", re.MULTILINE)
 
 
-async def number(client: Client, pattern: re.Pattern[str]) -> float:
+async def number(client: ApiClient, pattern: re.Pattern[str]) -> float:
     """Return the number that ``pattern`` captures in GET /metrics."""
     async with client.session.get("/metrics") as response:
         found = pattern.search(await response.text())
@@ -161,7 +161,7 @@ async def test_a_killed_worker_costs_a_pause_and_no_token(
 
     begun: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
 
-    async def ask(client: Client, at: int) -> None:
+    async def ask(client: ApiClient, at: int) -> None:
         fields = LONG | KINDS[at % len(KINDS)]
         answer = await client.stream(prompt_of(30 + 50 * at, 62 + at), begun=None if at else begun, **fields)
         assert len(answer.choices) == fields.get("n", 1)
@@ -218,7 +218,7 @@ async def test_workers_of_different_kv_dtypes_serve_together(
     """Answers are right within bfloat16's tolerance, and within float32's once both workers use float32."""
     reference = oracle("llama")
 
-    async def ask(client: Client, length: int, tolerance: Tolerance) -> tuple[str, str | None, int]:
+    async def ask(client: ApiClient, length: int, tolerance: Tolerance) -> tuple[str, str | None, int]:
         answer = await client.complete(prompt_of(length, 61), **FIELDS)
         reference.check(answer.prompt, answer.ids[:1], sampling_of(FIELDS), name="the token of prefill")
         reference.check(answer.prompt, answer.ids, sampling_of(FIELDS), tolerance=tolerance)

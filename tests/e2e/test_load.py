@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.system import SMALL, Client, RunningSystem, events, sampling_of
+from tests.e2e.system import SMALL, ApiClient, RunningSystem, events, sampling_of
 from tests.e2e.test_tokens import TWO_TWO, metrics, prompt_of
 from tests.pace import scaled
 from tests.reference import Reference
@@ -37,10 +37,10 @@ def system(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         yield running
 
 
-class Load:
+class RequestLoad:
     """Sends the requests and counts their outcomes."""
 
-    def __init__(self, client: Client, seed: int) -> None:
+    def __init__(self, client: ApiClient, seed: int) -> None:
         self.client = client
         self.chooser = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
@@ -118,7 +118,7 @@ async def test_everything_is_accounted_for_and_all_blocks_come_back(
     system: RunningSystem, oracle: Callable[[str], Reference]
 ) -> None:
     async with system.client() as client:
-        load = Load(client, seed=20)
+        load = RequestLoad(client, seed=20)
         before = outcomes(await metrics(client))
         await load.run()
         await client.until_idle(FREE_WITHIN_S)
@@ -153,7 +153,7 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(system: RunningSyst
             await client.until_idle(within_s=1)
 
 
-async def _until_running(client: Client) -> None:
+async def _until_running(client: ApiClient) -> None:
     """Wait until a worker runs the only request."""
     deadline = time.monotonic() + scaled(5.0)
     while not sum([value for name, value in (await metrics(client)).items() if name.startswith(_RUNNING)]):

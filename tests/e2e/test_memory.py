@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import Client, RunningSystem
+from tests.e2e.system import ApiClient, RunningSystem
 from tests.e2e.test_tokens import COLOCATED, ONE_ONE, SAMPLED, check, metrics, prompt_of
 from tests.pace import scaled
 from tests.reference import Reference
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 TIGHT = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "80", "--max-model-len", "1024")
 
 
-async def preemptions(client: Client) -> float:
+async def preemptions(client: ApiClient) -> float:
     samples = await metrics(client)
     return sum(value for name, value in samples.items() if name.startswith("vllm:num_preemptions_total"))
 

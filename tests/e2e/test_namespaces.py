@@ -62,7 +62,7 @@ def run(*words: str) -> str:
 
 
 @dataclass
-class Wire:
+class NamespaceWire:
     """Two namespaces and a wire between them, each end of which is named ``wire``. :meth:`close` removes them."""
 
     here: str = field(default_factory=lambda: f"tandem-{os.getpid()}-here")
@@ -141,10 +141,10 @@ def inside(namespace: str, work: Callable[[], T]) -> T:
 
 
 @pytest.fixture(scope="module")
-def wire() -> Iterator[Wire]:
+def wire() -> Iterator[NamespaceWire]:
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs ip and tc (Debian: apt install iproute2)")
-    wire = Wire()
+    wire = NamespaceWire()
     try:
         try:
             wire.open()
@@ -158,7 +158,7 @@ def wire() -> Iterator[Wire]:
 # -- the processes ----------------------------------------------------------------------------------------------------
 
 
-class Started:
+class NamespacedProcess:
     """One process in a namespace, logging into a file."""
 
     def __init__(self, namespace: str, log: Path, *words: str) -> None:
@@ -200,9 +200,9 @@ class Started:
 class NamespacedCluster:
     """The system on both sides of the wire."""
 
-    def __init__(self, wire: Wire, directory: Path) -> None:
+    def __init__(self, wire: NamespaceWire, directory: Path) -> None:
         self.wire, self.directory, self.rng = wire, directory, Random(1)
-        self.started: list[Started] = []
+        self.started: list[NamespacedProcess] = []
         self.model, self.fingerprint = oracle_checkpoint(directory / "model")
         self.keys = leaked_keys.keygen(directory / "cluster.key")
         part = "--role", "decode", "--cluster-key-file", str(self.keys)
@@ -224,11 +224,11 @@ class NamespacedCluster:
         self.decode = self.worker(self.wire.there, "decode", "decode-0", self.decode_key)
         until(lambda: inside(self.wire.here, self.ready), "every worker has joined")
 
-    def start(self, namespace: str, name: str, *words: str) -> Started:
-        self.started.append(Started(namespace, self.directory / f"{name}.log", *words))
+    def start(self, namespace: str, name: str, *words: str) -> NamespacedProcess:
+        self.started.append(NamespacedProcess(namespace, self.directory / f"{name}.log", *words))
         return self.started[-1]
 
-    def worker(self, namespace: str, role: str, name: str, keys: Path | None) -> Started:
+    def worker(self, namespace: str, role: str, name: str, keys: Path | None) -> NamespacedProcess:
         host = HERE if namespace == self.wire.here else THERE
         return self.start(
             namespace, name, "tests.chaos.worker", "--role", role, "--name", name, "--coordinator", self.control,
@@ -270,7 +270,7 @@ class NamespacedCluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(wire: Wire, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamespacedCluster]:
+def cluster(wire: NamespaceWire, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamespacedCluster]:
     cluster = NamespacedCluster(wire, tmp_path_factory.mktemp("cluster"))
     try:
         cluster.open()
@@ -282,7 +282,7 @@ def cluster(wire: Wire, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Na
 # -- what must hold ---------------------------------------------------------------------------------------------------
 
 
-def test_the_wire_is_as_slow_as_it_says(wire: Wire) -> None:
+def test_the_wire_is_as_slow_as_it_says(wire: NamespaceWire) -> None:
     if not wire.delayed:
         pytest.skip(f"no netem and no taps here: the wire has 1 Gbit/s, but not the delay of {DELAY_MS} ms")
     with inside(wire.there, lambda: socket.create_server((THERE, 0))) as server:

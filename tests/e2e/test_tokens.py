@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.system import Client, RunningSystem, ServedAnswer, sampling_of
+from tests.e2e.system import ApiClient, RunningSystem, ServedAnswer, sampling_of
 from tests.models import EOS, SPECIALS, VOCAB
 from tests.pace import scaled
 from tests.reference import Reference
@@ -95,7 +95,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [chooser.randrange(len(SPECIALS), VOCAB) for _ in range(length)]
 
 
-async def metrics(client: Client) -> dict[str, float]:
+async def metrics(client: ApiClient) -> dict[str, float]:
     """Return the samples in GET /metrics, by name with labels."""
     async with client.session.get("/metrics") as response:
         lines = (await response.text()).splitlines()
@@ -103,7 +103,7 @@ async def metrics(client: Client) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-async def travelled(client: Client) -> dict[str, int]:
+async def travelled(client: ApiClient) -> dict[str, int]:
     """Return the bytes of KV sent so far over each link in use."""
     name = "tandem_kv_transfer_bytes_total{transport="
     total = {key: int(value) for key, value in (await metrics(client)).items() if key.startswith(name)}
@@ -258,7 +258,7 @@ async def test_the_same_seed_gives_the_same_tokens(system: RunningSystem, refere
     fields = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
     prompt = prompt_of(30, 5)
 
-    async def ask(client: Client, seed: int) -> list[int]:
+    async def ask(client: ApiClient, seed: int) -> list[int]:
         answer = await client.complete(prompt, seed=seed, **fields)
         check(reference, answer, {**fields, "seed": seed})
         return answer.ids

@@ -91,7 +91,7 @@ def catches(name: str, seed: int) -> bool:
 # -- a coordinator over HTTP ------------------------------------------------------------------------------------------
 
 
-class Served(NamedTuple):
+class ServedSystem(NamedTuple):
     """A coordinator with fake workers. ``asked`` waits for so many requests to reach workers, and returns those that
     arrived since the last call."""
 
@@ -104,7 +104,7 @@ class Served(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> AsyncIterator[Served]:
+async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> AsyncIterator[ServedSystem]:
     """Serve over HTTP with fake workers of these roles.
 
     ``options`` are those of the coordinator, and: "fails", the code with which workers reject every request;
@@ -185,7 +185,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             return cluster.services.metrics.page().decode()
 
         async with trouble(wrong, cluster):
-            yield Served(int(cluster.url.rpartition(":")[2]), asked, labels, metrics)
+            yield ServedSystem(int(cluster.url.rpartition(":")[2]), asked, labels, metrics)
         admission.requests -= waiting
 
 

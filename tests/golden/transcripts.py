@@ -196,7 +196,7 @@ async def _record(wanted: Container[str] | None, model: Path) -> list[tuple[str,
     return [(name, lines) for name, lines in found if wanted is None or name in wanted]
 
 
-async def _labels(served: adapter.Served, trouble: bool) -> Lines:
+async def _labels(served: adapter.ServedSystem, trouble: bool) -> Lines:
     """Return the label values of the metrics. With a ``trouble``, only those about the ends of requests: whether a
     worker is present then is a matter of timing."""
     found = [steady_text(line, served.port) for line in seen(await served.metrics())]
@@ -208,7 +208,7 @@ def labels_of(server: str) -> str:
     return f"label values: {server}"
 
 
-async def _asked(call: Call, lines: Lines, served: adapter.Served) -> Lines:
+async def _asked(call: Call, lines: Lines, served: adapter.ServedSystem) -> Lines:
     """Return, as lines, the requests that workers received."""
     if call.method != "POST" or not call.path.endswith("/completions"):
         return []

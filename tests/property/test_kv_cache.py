@@ -37,7 +37,7 @@ def evict_all(cache: KvCache) -> None:
 
 
 @dataclass(eq=False)
-class Open:
+class OpenSequence:
     table: BlockTable
     tokens: list[int]
     salt: str
@@ -52,14 +52,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = KvCache(blocks, block_size, model_fingerprint="m", kv_dtype="float32", prefix_caching=caching)
         self.caching, self.block_size = caching, block_size
         self.contents: dict[BlockId, Written] = {}
-        self.open: list[Open] = []
+        self.open: list[OpenSequence] = []
         self.minted = 0
 
     def holder(self) -> Holder:
         self.minted += 1
         return Holder(f"seq:{self.minted}")
 
-    def write(self, entry: Open, upto: int) -> None:
+    def write(self, entry: OpenSequence, upto: int) -> None:
         """Do what the engine does: fill the table's blocks with the KV of tokens ``[computed, upto)``."""
         for index in range(entry.computed // self.block_size, -(-upto // self.block_size)):
             end = min(upto, (index + 1) * self.block_size)
@@ -74,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         tail=st.integers(1, 16),
         salt=st.sampled_from(["", "s"]),
     )
-    def open_table(self, steps: list[int], tail: int, salt: str) -> Open:
+    def open_table(self, steps: list[int], tail: int, salt: str) -> OpenSequence:
         tokens = [token for kind in steps for token in [kind] * 16] + [7] * tail
         expected = cached_prefix(self.cache, tokens, salt)
         before = self.cache.pool.counts
@@ -84,14 +84,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.pool.counts.free == before.free, "opening takes nothing"
         for index, block in enumerate(table.blocks):
             assert self.contents[block] == (salt, tuple(tokens[: (index + 1) * self.block_size])), "someone else's KV"
-        entry = Open(table, tokens, salt, table.cached_tokens)
+        entry = OpenSequence(table, tokens, salt, table.cached_tokens)
         self.open.append(entry)
         with pytest.raises(InvariantBroken):
             self.cache.open(table.holder, tokens, salt)
         return entry
 
     @rule(entry=tables, more=st.integers(0, 40), share=st.floats(0, 1), publish=st.booleans())
-    def compute(self, entry: Open, more: int, share: float, publish: bool) -> None:
+    def compute(self, entry: OpenSequence, more: int, share: float, publish: bool) -> None:
         if entry not in self.open:
             return
         entry.tokens += [entry.computed % VOCABULARY] * more
@@ -108,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.publish(entry.table, entry.tokens, entry.computed)
 
     @rule(target=tables, entry=tables)
-    def fork(self, entry: Open) -> Open:
+    def fork(self, entry: OpenSequence) -> OpenSequence:
         if entry not in self.open:
             return entry
         try:
@@ -118,12 +118,12 @@ class CacheMachine(RuleBasedStateMachine):
         for copy in copies:
             assert copy.target not in entry.table.blocks
             self.contents[copy.target] = self.contents[copy.source]
-        other = Open(table, entry.tokens[: entry.computed], entry.salt, entry.computed)
+        other = OpenSequence(table, entry.tokens[: entry.computed], entry.salt, entry.computed)
         self.open.append(other)
         return other
 
     @rule(entry=tables)
-    def rename(self, entry: Open) -> None:
+    def rename(self, entry: OpenSequence) -> None:
         if entry not in self.open:
             return
         old, new, blocks = entry.table.holder, self.holder(), list(entry.table.blocks)
@@ -135,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.pool.held_by(new) == len(blocks)
 
     @rule(entry=consumes(tables))
-    def close(self, entry: Open) -> None:
+    def close(self, entry: OpenSequence) -> None:
         if entry not in self.open:
             return
         self.open.remove(entry)

@@ -29,8 +29,8 @@ from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Sender, SendFailed
 from kvtransfer.session import TransferLimits
-from tests.simulation.clock import Clock, SimulatedProcess
-from tests.simulation.network import Network, Rates, SimulatedChannels
+from tests.simulation.clock import SimulatedProcess, VirtualClock
+from tests.simulation.network import Rates, SimulatedChannels, SimulatedNetwork
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2))
 FRAME_BYTES, TOKENS, SLOTS = 2048, 90, 4
@@ -45,7 +45,7 @@ FIRST = FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,))
 class Recorded(SimulatedChannels):
     """Records every message that arrived at its sockets, for replay."""
 
-    def __init__(self, network: Network, process: SimulatedProcess) -> None:
+    def __init__(self, network: SimulatedNetwork, process: SimulatedProcess) -> None:
         super().__init__(network, process)
         self.heard: list[tuple[Any, list[bytes]]] = []
 
@@ -73,8 +73,8 @@ class TransferPair:
     writes."""
 
     def __init__(self, transport: str, seed: int) -> None:
-        self.rng, self.clock = Random(seed), Clock()
-        self.network = Network(self.clock, self.rng)
+        self.rng, self.clock = Random(seed), VirtualClock()
+        self.network = SimulatedNetwork(self.clock, self.rng)
         self.there, self.here = (
             Recorded(self.network, SimulatedProcess(self.clock, name)) for name in ("prefill", "decode")
         )

@@ -55,7 +55,7 @@ def test_the_outbox_hands_out_every_cell_once_and_in_order(
     assert upto == [total] * layers and plan.complete
 
 
-class Network:
+class LossyChannel:
     """Messages in flight in one direction, some of them lost, repeated or reordered at random."""
 
     def __init__(self, dice: random.Random, trouble: float) -> None:
@@ -82,7 +82,7 @@ def test_a_lossy_link_delays_but_never_corrupts(
     layers, have, total, ends, early = case
     layout = make_layout(layers)
     dice = random.Random(seed)
-    forth, back = Network(dice, trouble), Network(dice, trouble)
+    forth, back = LossyChannel(dice, trouble), LossyChannel(dice, trouble)
     sender = SenderSession(TRANSFER, layout, total, 0.0, LIMITS)
     receiver = ReceiverSession(TRANSFER, layout, total, have, 0.0, LIMITS)
     received: dict[tuple[int, int], int] = {}
@@ -121,7 +121,7 @@ def test_a_lossy_link_delays_but_never_corrupts(
     assert received == wanted, "a cell is missing or was written twice"
 
 
-def push(sender: SenderSession, layout: KvLayout, forth: Network) -> None:
+def push(sender: SenderSession, layout: KvLayout, forth: LossyChannel) -> None:
     while (what := sender.next_cells()) is not None:
         if isinstance(what, FrameHeader):
             forth.send(what)
@@ -143,7 +143,7 @@ def commit_of(sender: SenderSession, layout: KvLayout) -> Commit:
 def deliver(
     message: object,
     receiver: ReceiverSession,
-    back: Network,
+    back: LossyChannel,
     received: dict[tuple[int, int], int],
     now: float,
     credit: int = 0,
@@ -176,7 +176,7 @@ def test_a_commit_with_one_wrong_figure_is_refused(case: tuple[int, int, int, li
     receiver = ReceiverSession(TRANSFER, layout, total, have, 0.0, LIMITS)
     sender.granted(have, "zmq", 1 << 30, 0.0)
     sender.computed(total, layers)
-    network = Network(random.Random(0), 0.0)
+    network = LossyChannel(random.Random(0), 0.0)
     push(sender, layout, network)
     for header in network.arrive():
         deliver(header, receiver, network, {}, 0.0)

@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.system import READY_S, SMALL, Client, RunningSystem, TandemProcess
+from tests.e2e.system import READY_S, SMALL, ApiClient, RunningSystem, TandemProcess
 from tests.pace import scaled
 from tests.security.outside import coordinator
 
@@ -26,7 +26,7 @@ HELLO = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": T
 _CONTROL = re.compile(r"workers at tcp://\S*?:(\d+)\b")
 
 
-async def until_it_listens(client: Client) -> None:
+async def until_it_listens(client: ApiClient) -> None:
     """Wait until the coordinator accepts connections."""
     deadline = time.monotonic() + READY_S
     while True:
@@ -39,7 +39,7 @@ async def until_it_listens(client: Client) -> None:
             await asyncio.sleep(0.01)
 
 
-async def ask(client: Client) -> tuple[int, str | None, float]:
+async def ask(client: ApiClient) -> tuple[int, str | None, float]:
     """Return (status, error code, seconds until the answer)."""
     began = time.monotonic()
     async with await client.post("/v1/completions", **HELLO) as response:
@@ -98,7 +98,7 @@ async def test_a_coordinator_that_its_launcher_starts_again_does_so(
         system.process.look_around()
 
 
-async def one_is_refused(client: Client, requests: int) -> list[asyncio.Task[tuple[int, str | None, float]]]:
+async def one_is_refused(client: ApiClient, requests: int) -> list[asyncio.Task[tuple[int, str | None, float]]]:
     """Send one request more than the queue has places for; return those that wait."""
     asked = [asyncio.create_task(ask(client)) for _ in range(requests)]
     refused, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)

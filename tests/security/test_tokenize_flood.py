@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.e2e.system import Client, RunningSystem
+from tests.e2e.system import ApiClient, RunningSystem
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
 
@@ -178,14 +178,14 @@ def coordinator_of(system: RunningSystem) -> psutil.Process:
     return listening[-1]
 
 
-class Watched:
+class PeakMemory:
     """Peak resident bytes of a process while it is watched."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
         self.most = 0
 
-    async def __aenter__(self) -> Watched:
+    async def __aenter__(self) -> PeakMemory:
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -244,7 +244,7 @@ async def check(
         "many values": requests[LONG_TEXTS:-GROWING],
     }
     waves["values that grow"] = requests[-GROWING:]
-    async with Watched(coordinator_of(system)) as memory:
+    async with PeakMemory(coordinator_of(system)) as memory:
         waits = Waits(await waiting_times(ask))
         for name, sent in waves.items():
             async with under_attack(system.url, *sent):
@@ -266,7 +266,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
         yield system
 
 
-async def first_token(client: Client) -> None:
+async def first_token(client: ApiClient) -> None:
     """Send a chat of 4,600 characters and wait for the start of its answer."""
     content = (f"{secrets.token_hex(8)}: {PROSE * 70}")[:4_600]  # unique, so that no prefix is cached
     async with await client.post(CHAT, **chat_of(content), stream=True, max_tokens=4) as response:
@@ -292,7 +292,7 @@ async def test_chats_do_not_wait_for_many_small_requests(served: RunningSystem) 
             async with client.session.post("/tokenize", data=body) as response:
                 assert response.status in (200, 429), await response.text()
 
-    async with served.client() as client, Watched(coordinator_of(served)) as memory:
+    async with served.client() as client, PeakMemory(coordinator_of(served)) as memory:
         waits = Waits(await waiting_times(lambda: first_token(client)))
         for name, (clients, asked) in SMALL_REQUESTS.items():
             body = json.dumps(asked).encode()
@@ -321,7 +321,7 @@ async def test_many_choices_and_stop_strings_do_not_delay_other_requests(served:
         async with client.session.get("/health") as response:
             assert response.status == 200
 
-    async with served.client() as client, Watched(coordinator_of(served)) as memory:
+    async with served.client() as client, PeakMemory(coordinator_of(served)) as memory:
         waits = Waits(await waiting_times(health))
         async with under_attack(served.url, request):
             waits.took[ONE_PROMPT] = await waiting_times(health)
@@ -387,7 +387,7 @@ async def test_chats_do_not_wait_for_small_bodies_that_the_template_makes_long(l
         async with client.session.post("/tokenize", json=chat_of((PROSE * 70)[:4_600])) as response:
             assert response.status == 200, await response.text()
 
-    async with large.client() as client, Watched(coordinator_of(large)) as memory:
+    async with large.client() as client, PeakMemory(coordinator_of(large)) as memory:
         waits = Waits(await waiting_times(tokenize))
         tasks = [asyncio.create_task(attacker()) for _ in range(64)]
         try:

@@ -33,7 +33,7 @@ from tests.golden import histories
 from tests.golden.store import Digest
 from tests.simulation.mutations import MUTATIONS, brought_back
 from tests.simulation.network import SimulatedConnection
-from tests.simulation.play import Outcome, run
+from tests.simulation.play import HistoryOutcome, run
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 20
@@ -76,18 +76,18 @@ def _options() -> argparse.Namespace:
 
 
 def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, frozen: dict[str, Digest]) -> int:
-    total, failures, began = Outcome(), list[Failure](), time.monotonic()
+    total, failures, began = HistoryOutcome(), list[Failure](), time.monotonic()
     start, sources = seeds.start, _sources()
     if keep is not None and keep.exists():
         kept = json.loads(keep.read_text())
         if kept["first"] == seeds.start and kept["sources"] == sources:  # other code gives other histories
-            total, failures, start = Outcome.of(kept["outcome"]), kept["failures"], kept["next"]
+            total, failures, start = HistoryOutcome.of(kept["outcome"]), kept["failures"], kept["next"]
             print(f"seeds {seeds.start} to {start - 1} were played before, by the same code (delete {keep} to restart)")
     chunks = [range(at, min(at + CHUNK, seeds.stop)) for at in range(start, seeds.stop, CHUNK)]
     play = functools.partial(_chunk, frozen)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
-        results: Iterable[tuple[Outcome, list[Failure]]] = pool.map(play, chunks) if pool else map(play, chunks)
+        results: Iterable[tuple[HistoryOutcome, list[Failure]]] = pool.map(play, chunks) if pool else map(play, chunks)
         for chunk, (outcome, failed) in zip(chunks, results, strict=True):
             total.add(outcome)
             failures += failed
@@ -111,7 +111,7 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, 
     return 1 if failures else 0
 
 
-def _summary(total: Outcome) -> list[str]:
+def _summary(total: HistoryOutcome) -> list[str]:
     ends = ", ".join(f"{count:,} {how}" for how, count in total.ends.most_common())
     faults = ", ".join(f"{count:,} {fault}" for fault, count in total.faults.most_common())
     return [
@@ -129,8 +129,8 @@ def _sources() -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in ours), digest_size=8).hexdigest()
 
 
-def _chunk(frozen: dict[str, Digest], seeds: range) -> tuple[Outcome, list[Failure]]:
-    total, failures = Outcome(), list[Failure]()
+def _chunk(frozen: dict[str, Digest], seeds: range) -> tuple[HistoryOutcome, list[Failure]]:
+    total, failures = HistoryOutcome(), list[Failure]()
     for seed in seeds:
         if seed % LITTER == 0:
             gc.collect()

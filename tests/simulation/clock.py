@@ -25,7 +25,7 @@ class Event:
         self.arguments = ()
 
 
-class Clock:
+class VirtualClock:
     """The event queue of one simulated world. ``now`` is in seconds."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class SimulatedProcess:
     now.
     """
 
-    def __init__(self, clock: Clock, name: str) -> None:
+    def __init__(self, clock: VirtualClock, name: str) -> None:
         self.clock, self.name = clock, name
         self.alive, self.stopped = True, False
         self.spent = 0.0

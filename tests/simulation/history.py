@@ -8,7 +8,7 @@ from typing import Any
 
 from common.core.request import SamplingParams
 from tests.simulation.liveness import COORDINATOR, DYING_S, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
-from tests.simulation.network import Line
+from tests.simulation.network import LineProperties
 from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedSystem, SimulatedWorker
 
 PATIENCE_S = 120.0
@@ -230,7 +230,7 @@ class History:
                     rates.reorder, rates.corrupt = rng.choice((0, 0.02, 0.2)), rng.choice((0, 0.02, 0.1))
                     rates.truncate = rng.choice((0, 0.02))
 
-    def _line(self, one: str, other: str) -> Line:
+    def _line(self, one: str, other: str) -> LineProperties:
         return self.system.network.line(self.system.workers[one].process, self.system.workers[other].process)
 
     def _kill(self) -> None:

@@ -111,7 +111,7 @@ class Pause(NamedTuple):
 
 
 @dataclass
-class Record:
+class RequestTimeline:
     """The attempts and pauses of one request. ``timeout_s``: from its arrival to its deadline."""
 
     timeout_s: float = math.inf
@@ -131,7 +131,7 @@ class Patience:
     noticed_s: float = NOTICED_S
     noise_s: float = 0.0
 
-    def overdue(self, record: Record, strikes: Sequence[Strike]) -> Iterator[str]:
+    def overdue(self, record: RequestTimeline, strikes: Sequence[Strike]) -> Iterator[str]:
         """Yield descriptions of pauses that are too long.
 
         Before its first token a request may wait for what other requests hold, so all work and any fault excuse it. A
@@ -153,7 +153,7 @@ class Patience:
                 yield f"waits {pause.ended - since:.2f} s for {what} (from {pause.began:.2f} s), {limit:.2f} s allowed"
 
 
-def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[Strike]:
+def _touching(record: RequestTimeline, pause: Pause, strikes: Iterable[Strike]) -> list[Strike]:
     met = [each for each in record.attempts if each.began <= pause.ended and each.ended >= pause.began]
     return [
         strike
@@ -162,7 +162,7 @@ def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[S
     ]
 
 
-def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
+def unjustified(record: RequestTimeline, code: str, strikes: Sequence[Strike]) -> str:
     """Return why a failure with ``code`` is not justified, or "" if it is.
 
     ``worker_lost`` needs more attempts touched by faults than there are retries; stalls of the coordinator do not

@@ -23,7 +23,7 @@ from common.net.messages import Message, ToHeartbeatThread, Tokens
 from common.net.socket_monitor import EVENT, Handshakes
 from common.net.sockets import BEAT_SUFFIX, Channels, receive
 from common.net.wire import DIGEST_BYTES, encode
-from tests.simulation.clock import Clock, SimulatedProcess
+from tests.simulation.clock import SimulatedProcess, VirtualClock
 
 RECONNECT_S = 0.05
 _NOTHING = zmq.Again()
@@ -48,7 +48,7 @@ class Rates:
 
 
 @dataclass
-class Line:
+class LineProperties:
     """Properties of the network between two processes, in both directions."""
 
     delay_s: float = 0.0003
@@ -124,17 +124,17 @@ class Severed:
 _FINISH = Tokens.__struct_fields__.index("finish")
 
 
-class Network:
+class SimulatedNetwork:
     """Addresses, lines and connections. ``happened`` counts the faults that struck, by name."""
 
-    def __init__(self, clock: Clock, rng: Random) -> None:
+    def __init__(self, clock: VirtualClock, rng: Random) -> None:
         self.clock, self.rng = clock, rng
-        self.listeners: dict[str, Router] = {}
+        self.listeners: dict[str, SimulatedRouter] = {}
         self.happened: dict[str, int] = {}
         self.losing: Losing | Mute | Frameless | Severed | None = None
         self.dropped: Callable[[SimulatedConnection, Parts], None] = lambda connection, parts: None
         """Called with each message dropped by noise."""
-        self._lines: dict[frozenset[str], Line] = {}
+        self._lines: dict[frozenset[str], LineProperties] = {}
         self._connections: list[SimulatedConnection] = []
         self._sockets: dict[str, list[Socket]] = {}
         self._ports = 1000
@@ -146,11 +146,11 @@ class Network:
             port = str(self._ports)
         return f"{host}:{port}"
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LineProperties]:
         return list(self._lines.values())
 
-    def line(self, one: SimulatedProcess, other: SimulatedProcess) -> Line:
-        return self._lines.setdefault(frozenset((one.name, other.name)), Line())
+    def line(self, one: SimulatedProcess, other: SimulatedProcess) -> LineProperties:
+        return self._lines.setdefault(frozenset((one.name, other.name)), LineProperties())
 
     def waits_for(self, process: SimulatedProcess) -> bool:
         """Return whether a message has arrived that the process has not read. Sockets of an earlier process of the same
@@ -234,7 +234,7 @@ class Network:
 class SimulatedConnection:
     """One TCP connection from a dealer to a router."""
 
-    def __init__(self, network: Network, dealer: Dealer, router: Router) -> None:
+    def __init__(self, network: SimulatedNetwork, dealer: Dealer, router: SimulatedRouter) -> None:
         self.network, self.dealer, self.router = network, dealer, router
         self.line = network.line(dealer.process, router.process)
         self.open = True
@@ -356,7 +356,7 @@ class Socket:
 
     dropping = False
 
-    def __init__(self, network: Network, process: SimulatedProcess) -> None:
+    def __init__(self, network: SimulatedNetwork, process: SimulatedProcess) -> None:
         self.network, self.process = network, process
         self.closed = False
         self.inbox: deque[Parts] = deque()
@@ -410,7 +410,7 @@ class Monitor:
 
 
 class Dealer(Socket):
-    def __init__(self, network: Network, process: SimulatedProcess, address: str, name: bytes) -> None:
+    def __init__(self, network: SimulatedNetwork, process: SimulatedProcess, address: str, name: bytes) -> None:
         super().__init__(network, process)
         self.address, self.name = address, name
         self.connection: SimulatedConnection | None = None
@@ -432,8 +432,8 @@ class Dealer(Socket):
             self.network.clock.after(self.process.spent + line.delay_s + line.jitter_s, connection.close)
 
 
-class Router(Socket):
-    def __init__(self, network: Network, process: SimulatedProcess, address: str) -> None:
+class SimulatedRouter(Socket):
+    def __init__(self, network: SimulatedNetwork, process: SimulatedProcess, address: str) -> None:
         super().__init__(network, process)
         self.address = address
         self.monitor: Socket | None = None
@@ -515,7 +515,9 @@ class SimulatedHeart:
 class SimulatedChannels(Channels):
     """The network interface of one simulated process."""
 
-    def __init__(self, network: Network, process: SimulatedProcess, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, process: SimulatedProcess, wake: Callable[[], None] = lambda: None
+    ) -> None:
         self.network, self.process, self._wake = network, process, wake
 
     def clock(self) -> float:  # type: ignore[override]
@@ -528,7 +530,7 @@ class SimulatedChannels(Channels):
 
     def router(self, address: str, *, kv: bool = False, near: bool = False) -> Any:
         bound = self.network.address(address)
-        return Router(self.network, self.process, bound), bound
+        return SimulatedRouter(self.network, self.process, bound), bound
 
     def dealer(self, address: str, name: bytes, *, to: str = "coordinator", watch: Any = None) -> Any:
         return Dealer(self.network, self.process, address, name)

@@ -74,7 +74,7 @@ adding a kind leaves the n-th history of the others unchanged."""
 
 
 @dataclass
-class Outcome:
+class HistoryOutcome:
     """How requests ended, which faults struck, and the longest pause of a stream (seconds) of one or more histories."""
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -86,11 +86,11 @@ class Outcome:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, kept: dict[str, Any]) -> Outcome:
+    def of(cls, kept: dict[str, Any]) -> HistoryOutcome:
         """Restore an outcome from its ``vars``, as read from JSON."""
         return cls(**kept | {"ends": Counter(kept["ends"]), "faults": Counter(kept["faults"])})
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: HistoryOutcome) -> None:
         self.ends += other.ends
         self.faults += other.faults
         self.tokens += other.tokens
@@ -98,7 +98,7 @@ class Outcome:
         self.seconds += other.seconds
 
 
-def run(seed: int) -> Outcome:
+def run(seed: int) -> HistoryOutcome:
     """Play the history of ``seed``. Raises AssertionError or InvariantBroken if an invariant does not hold."""
     number, which = divmod(seed, len(KINDS))
     kind, rng = KINDS[which], Random(number * STRIDE + which)
@@ -162,8 +162,8 @@ def _chance(rng: Random) -> Iterator[None]:
         yield
 
 
-def _outcome(system: SimulatedSystem, seed: int) -> Outcome:
-    return Outcome(
+def _outcome(system: SimulatedSystem, seed: int) -> HistoryOutcome:
+    return HistoryOutcome(
         Counter(client.ends[0] for client in system.clients),
         Counter(system.network.happened),
         sum(len(output) for client in system.clients for output in client.output),

@@ -18,7 +18,7 @@ from coordinator.requests.record import RequestRecord
 from coordinator.requests.state import State
 from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Pair, SingleWorker
 from coordinator.routing.router import Placement
-from tests.simulation.liveness import Attempt, Record
+from tests.simulation.liveness import Attempt, RequestTimeline
 
 
 class CheckedDispatcher(Dispatcher):
@@ -135,7 +135,7 @@ def _too_many(failures: Sequence[float]) -> bool:
     return len(failures) == FAILURES and failures[-1] - failures[0] <= WITHIN_S
 
 
-def _record(request_record: RequestRecord) -> Record:
+def _record(request_record: RequestRecord) -> RequestTimeline:
     client: Any = request_record.client
-    record: Record = client.record
+    record: RequestTimeline = client.record
     return record

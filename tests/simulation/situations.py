@@ -32,7 +32,7 @@ from tests.simulation.liveness import (
     RESENT_S,
 )
 from tests.simulation.network import Frameless, Losing, Mute, Severed
-from tests.simulation.system import Poisoned, Shape, SimulatedClient, SimulatedWorker
+from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker, WorkerShape
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 LONG_S = 12.0
@@ -558,7 +558,7 @@ class Resized(OneFault):
         self._plan(seconds, self.system.start_worker, name)
 
     def _judge(self) -> None:
-        first = Shape("decode", self.blocks, 16, "")
+        first = WorkerShape("decode", self.blocks, 16, "")
         shapes = {role: [self.system.shapes[name] for name in self.names if name.startswith(role)] for role in ROLES}
         holders = shapes["decode"] + shapes["colocated"]
         missing = [role for role, names in self._by_role().items() if names and names <= {*self.struck}]

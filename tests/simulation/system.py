@@ -36,9 +36,9 @@ from decode.role import DecodeWorker
 from kvtransfer.links.memory import Pools
 from prefill.role import PrefillWorker
 from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
-from tests.simulation.clock import Clock, Event, Loop, SimulatedProcess
-from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, Record, Strike
-from tests.simulation.network import Network, Parts, SimulatedChannels, SimulatedConnection
+from tests.simulation.clock import Event, Loop, SimulatedProcess, VirtualClock
+from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, RequestTimeline, Strike
+from tests.simulation.network import Parts, SimulatedChannels, SimulatedConnection, SimulatedNetwork
 from tests.simulation.rules import CheckedDispatcher
 
 CONTROL = "tcp://127.0.0.1:1000"
@@ -62,7 +62,7 @@ class Poisoned(BaseException):
         self.raised = raised
 
 
-class Shape(NamedTuple):
+class WorkerShape(NamedTuple):
     """The parameters of a worker; ``length`` is its maximum of prompt plus output tokens."""
 
     role: Role
@@ -147,7 +147,7 @@ class SimulatedEngine(OracleEngine):
 class SimulatedWorker:
     """One incarnation of a worker. Its loop takes a turn when a message arrives, after its sleep, and after a step."""
 
-    def __init__(self, system: SimulatedSystem, name: str, shape: Shape) -> None:
+    def __init__(self, system: SimulatedSystem, name: str, shape: WorkerShape) -> None:
         self.system, self.name, self.role = system, name, shape.role
         self.process = SimulatedProcess(system.clock, name)
         self.engine = SimulatedEngine(self.process, shape.blocks, shape.block_size, shape.length)
@@ -349,7 +349,7 @@ class SimulatedClient:
     longest_gap: float = 0.0
     gaps: list[float] = field(default_factory=list)
     """The longest gap between two tokens of each choice, in seconds."""
-    record: Record = field(default_factory=Record)
+    record: RequestTimeline = field(default_factory=RequestTimeline)
     crowded_out: list[tuple[float, float]] = field(default_factory=list)
     """Since the last token; see :class:`Pause`."""
 
@@ -478,7 +478,7 @@ class SimulatedCoordinator:
         self.dispatcher.complain = system.complain
         self.dispatcher.start()
 
-    def kill(self, network: Network) -> None:
+    def kill(self, network: SimulatedNetwork) -> None:
         self.process.die()
         network.dead(self.process)
 
@@ -498,8 +498,8 @@ class SimulatedSystem:
         """Factor on the duration of steps, which is 4 ms or more; with the largest, a step takes up to a second."""
         self.ranked = not one_fault and rng.random() < 0.3
         """Whether requests differ in priority."""
-        self.clock = Clock()
-        self.network = Network(self.clock, rng)
+        self.clock = VirtualClock()
+        self.network = SimulatedNetwork(self.clock, rng)
         self.network.dropped = self._dropped
         self.pools = Pools()
         self.strikes: list[Strike] = []
@@ -511,7 +511,7 @@ class SimulatedSystem:
         self.numbers = iter(range(1, 1 << 30))
         self.coordinator = SimulatedCoordinator(self)
         self.workers: dict[str, SimulatedWorker] = {}
-        self.shapes: dict[str, Shape] = {}
+        self.shapes: dict[str, WorkerShape] = {}
         self.clients: list[SimulatedClient] = []
         self.running = 0
         self.poison: Callable[[Batch], None] = lambda batch: None
@@ -536,7 +536,7 @@ class SimulatedSystem:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def add_worker(self, name: str, role: Role, blocks: int, block_size: int, host: str) -> None:
-        self.shapes[name] = Shape(role, blocks, block_size, host)
+        self.shapes[name] = WorkerShape(role, blocks, block_size, host)
         self.workers[name] = SimulatedWorker(self, name, self.shapes[name])
 
     def kill_worker(self, name: str, seconds: float = 0.0, lingers_s: float = 0.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.cluster import ChaosWorker
 from tests.chaos.held import orphaned_s
-from tests.chaos.proxy import Proxy
+from tests.chaos.proxy import FaultProxy
 
 STRUCK_AT, OVER_AT = 100.0, 150.0
 STREAM, OTHER = "aa", "bb"
@@ -19,7 +19,7 @@ SEEDS = {STREAM: 1, OTHER: 2}
 def worker(role: str, *reported: dict[str, Any], **state: float) -> ChaosWorker:
     rng = random.Random(0)
     taken = [{"event": "taken", "at": 0.0, "request": request, "seed": seed} for request, seed in SEEDS.items()]
-    return ChaosWorker(f"{role}-0", role, (), Proxy(rng), Proxy(rng), events=[*taken, *reported], **state)  # type: ignore[arg-type]
+    return ChaosWorker(f"{role}-0", role, (), FaultProxy(rng), FaultProxy(rng), events=[*taken, *reported], **state)  # type: ignore[arg-type]
 
 
 def held(at: float, *by: tuple[str, int]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tests.chaos.cluster import ChaosRequest
-from tests.chaos.load import Figures
+from tests.chaos.load import LoadFigures
 from tests.chaos.overload import judge_gaps
 from tests.fakes.oracle import oracle_stream
 
@@ -27,7 +27,7 @@ def refused() -> ChaosRequest:
 
 def test_overload_judges_gaps_of_served_requests_against_peak() -> None:
     for last_s, late in ((0.04, False), (0.2, True)):
-        figures = Figures("twice")
+        figures = LoadFigures("twice")
         p99_s = judge_gaps(figures, [served(0.03, 0.03), served(0.02, last_s), refused()], 0.03)
         assert abs(p99_s - last_s) < 1e-9 and abs(figures.gap_s - last_s) < 1e-9 and figures.first_s == 1.0
         assert bool(figures.late) is late and not figures.wrong
@@ -35,18 +35,18 @@ def test_overload_judges_gaps_of_served_requests_against_peak() -> None:
 
 
 def test_a_stream_that_had_no_time_for_all_its_tokens_waited_for_the_next_to_its_end() -> None:
-    cut, figures = served(0.03, 0.03), Figures("twice")
+    cut, figures = served(0.03, 0.03), LoadFigures("twice")
     cut.done, cut.error, cut.ended_at = False, "request_timeout", cut.arrivals[-1] + 0.5
     judge_gaps(figures, [served(0.03), cut], 0.03)
     assert abs(figures.gap_s - 0.5) < 1e-9 and figures.late
 
 
 def test_peak_load_gaps_are_reported_without_verdict() -> None:
-    figures = Figures("peak")
+    figures = LoadFigures("peak")
     judge_gaps(figures, [served(0.5)], 0.0)
     assert figures.passed and figures.gap_s == 0.5
 
 
 def test_gaps_without_served_requests_are_zero() -> None:
-    figures = Figures("thrice")
+    figures = LoadFigures("thrice")
     assert judge_gaps(figures, [refused()], 0.03) == 0.0 and figures.gap_s == 0.0

@@ -15,7 +15,7 @@ import pytest
 
 from common.net.wire import seal
 from kvtransfer.frames import MAGIC
-from tests.chaos.proxy import Action, Parts, Proxy, Rule, _Parser, framed, is_a, is_frame
+from tests.chaos.proxy import Action, FaultProxy, Parts, Rule, _Parser, framed, is_a, is_frame
 from tests.pace import scaled
 
 SOON_S = scaled(5.0)
@@ -52,10 +52,10 @@ def test_proxy_distinguishes_messages() -> None:
 
 
 @dataclass
-class Line:
+class ProxiedLine:
     """A client, the proxy, and a listener that records what it receives."""
 
-    proxy: Proxy
+    proxy: FaultProxy
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     got: bytearray = field(default_factory=bytearray)
@@ -90,9 +90,9 @@ class Line:
 
 
 @contextlib.asynccontextmanager
-async def line() -> AsyncIterator[Line]:
-    proxy = await Proxy(random.Random(1)).start()
-    at = Line(proxy, None, None)  # type: ignore[arg-type]
+async def line() -> AsyncIterator[ProxiedLine]:
+    proxy = await FaultProxy(random.Random(1)).start()
+    at = ProxiedLine(proxy, None, None)  # type: ignore[arg-type]
     server = await asyncio.start_server(lambda *ends: at.serve(*ends), "127.0.0.1", 0)
     proxy.aim(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     at.reader, at.writer = await asyncio.open_connection("127.0.0.1", proxy.port)

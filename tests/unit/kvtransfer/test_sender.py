@@ -49,7 +49,7 @@ class Counting:
         return payload, size, checksum
 
 
-class Meeting:
+class SenderSetup:
     """A sender on a test clock, and a decode worker that is only a socket."""
 
     def __init__(self) -> None:
@@ -127,14 +127,14 @@ class Meeting:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[SenderSetup]:
     monkeypatch.setattr(sending, "ASKING_BYTES", ASKING_BYTES)
-    meeting = Meeting()
+    meeting = SenderSetup()
     yield meeting
     meeting.close()
 
 
-def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(meeting: Meeting) -> None:
+def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(meeting: SenderSetup) -> None:
     transfers = [meeting.ship() for _ in range(4)]  # twice as much as fits into the queue
     for transfer in transfers:
         meeting.grant(transfer)
@@ -149,7 +149,7 @@ def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(me
     assert {each.transfer for each in lost} == set(transfers) and not any(each.cancelled_by_peer for each in lost)
 
 
-def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meeting: Meeting) -> None:
+def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meeting: SenderSetup) -> None:
     """Each new peer may use half of what is free: a half, a quarter, an eighth of the whole."""
     queued, homes = [], [meeting.router]
     try:
@@ -172,7 +172,7 @@ def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meetin
     assert sum(queued) <= 2 * QUEUE_BYTES + len(queued) * slack
 
 
-def test_sender_frees_queue_of_dead_peer_within_lease(meeting: Meeting) -> None:
+def test_sender_frees_queue_of_dead_peer_within_lease(meeting: SenderSetup) -> None:
     """The coordinator aborts the hand-offs before the sender notices the death."""
     transfers = [meeting.ship() for _ in range(4)]
     for transfer in transfers:
@@ -188,7 +188,7 @@ def test_sender_frees_queue_of_dead_peer_within_lease(meeting: Meeting) -> None:
         assert meeting.now - died_at < 10.0, "the longest that anything is held for a dead peer"
 
 
-def test_younger_transfer_continues_over_new_connection(meeting: Meeting) -> None:
+def test_younger_transfer_continues_over_new_connection(meeting: SenderSetup) -> None:
     early = meeting.ship()
     meeting.grant(early)
     for _ in range(int(1.7 / TURN_S)):
@@ -209,7 +209,7 @@ def test_younger_transfer_continues_over_new_connection(meeting: Meeting) -> Non
         assert not isinstance(message, Commit | Released)
 
 
-def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> None:
+def test_a_peer_that_answers_others_keeps_its_connection(meeting: SenderSetup) -> None:
     """One hand-off gets no answers; the answers to another show that the peer lives."""
     stuck = meeting.ship()
     meeting.grant(stuck)
@@ -231,7 +231,7 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
 
 
 @pytest.mark.parametrize("says", ["grant", "heard"])
-def test_sender_gives_up_peer_that_repeats_first_answer(meeting: Meeting, says: str) -> None:
+def test_sender_gives_up_peer_that_repeats_first_answer(meeting: SenderSetup, says: str) -> None:
     """A peer does so if every frame reaches it damaged: it knows the hand-off, but makes no progress."""
     transfer = meeting.ship()
     meeting.grant(transfer)
@@ -251,7 +251,7 @@ def test_sender_gives_up_peer_that_repeats_first_answer(meeting: Meeting, says: 
     assert meeting.now - began >= 2.0
 
 
-def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(meeting: Meeting) -> None:
+def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(meeting: SenderSetup) -> None:
     """On a slow connection, the first hand-off's frames take 4 s to arrive, one after the other."""
     first, second = meeting.ship(), meeting.ship()
     meeting.grant(first)
@@ -272,7 +272,7 @@ def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(mee
     assert [each.transfer for each in ended] == [second]
 
 
-def test_idle_sender_is_not_behind(meeting: Meeting) -> None:
+def test_idle_sender_is_not_behind(meeting: SenderSetup) -> None:
     for _ in range(20):
         meeting.wait()
     meeting.sender.pump(meeting.now, 0.0)
@@ -287,7 +287,7 @@ def test_idle_sender_is_not_behind(meeting: Meeting) -> None:
     assert not meeting.sender.behind and meeting.link.handed_bytes == sent + KV_BYTES
 
 
-def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_time_is_short_every_hand_off_has_its_turn(meeting: SenderSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn has time for one frame. All three transfers repeat lost frames in turn, not only the oldest one."""
     meeting.sender._queue_bytes = 32 * KV_BYTES
     transfers = [meeting.ship() for _ in range(2)]
@@ -313,7 +313,7 @@ def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkey
     assert left == transfers * 2
 
 
-def test_frames_behind_others_on_the_line_are_not_repeated(meeting: Meeting) -> None:
+def test_frames_behind_others_on_the_line_are_not_repeated(meeting: SenderSetup) -> None:
     """A peer beside streams takes one frame per step. Frames in the queue are not lost, however long they wait."""
     meeting.sender._queue_bytes = 1 << 30
     transfers = [meeting.ship() for _ in range(6)]

@@ -30,7 +30,7 @@ LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
 TOKEN = b"known to both ends"
 
 
-class Meeting:
+class ReceiverSetup:
     """A receiver on a test clock, and a sender that is only a socket and, for some tests, a pool endpoint."""
 
     def __init__(self, transport: str) -> None:
@@ -107,20 +107,20 @@ class Meeting:
 
 
 @pytest.fixture(params=["shm", "auto"])
-def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
-    meeting = Meeting(request.param)
+def meeting(request: pytest.FixtureRequest) -> Iterator[ReceiverSetup]:
+    meeting = ReceiverSetup(request.param)
     yield meeting
     meeting.close()
 
 
-def out_of_reach(meeting: Meeting, message: Any) -> bool:
+def out_of_reach(meeting: ReceiverSetup, message: Any) -> bool:
     """Return whether ``message`` reports an unreachable pool: auto falls back to ZeroMQ, shm fails."""
     if meeting.transport == "auto":
         return isinstance(message, Grant) and message.link == "zmq"
     return isinstance(message, Cancel) and "out of reach" in message.reason
 
 
-def test_receiver_does_not_block_on_late_pool_endpoint(meeting: Meeting) -> None:
+def test_receiver_does_not_block_on_late_pool_endpoint(meeting: ReceiverSetup) -> None:
     meeting.stand_still()
     first, second = meeting.announce(), meeting.announce()
     assert isinstance(meeting.answer(first), Heard), "virtual time stands still: it did not wait"
@@ -134,7 +134,7 @@ def test_receiver_does_not_block_on_late_pool_endpoint(meeting: Meeting) -> None
         assert isinstance(granted, Grant) and granted.link == "shm"
 
 
-def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
+def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: ReceiverSetup) -> None:
     meeting.stand_still()
     transfer = meeting.announce()
     assert isinstance(meeting.answer(transfer), Heard)
@@ -152,7 +152,7 @@ def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
     assert isinstance(answers[-1], Grant) and answers[-1].link == "shm"
 
 
-def test_pauses_grow_and_end(meeting: Meeting) -> None:
+def test_pauses_grow_and_end(meeting: ReceiverSetup) -> None:
     """There is no endpoint at all, so every try fails at once."""
     tries: list[float] = []
     source = meeting.receiver._sources
@@ -176,7 +176,7 @@ def mapped_pools() -> int:
         return sum("memfd:tandem-kv" in line for line in maps)
 
 
-def granted(meeting: Meeting) -> TransferId:
+def granted(meeting: ReceiverSetup) -> TransferId:
     """Open a new hand-off that reads the sender's pool."""
     answer = meeting.answer(transfer := meeting.announce())
     while isinstance(answer, Heard):  # the endpoint's thread may not have run yet
@@ -185,7 +185,7 @@ def granted(meeting: Meeting) -> TransferId:
     return transfer
 
 
-def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be_silent(meeting: Meeting) -> None:
+def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be_silent(meeting: ReceiverSetup) -> None:
     lease_s = TransferLimits().lease_s
     before = mapped_pools()
     meeting.open_endpoint()
@@ -203,7 +203,7 @@ def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be
     assert mapped_pools() == before, "less than 10 s after its last sign of life"
 
 
-def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest(meeting: Meeting) -> None:
+def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest(meeting: ReceiverSetup) -> None:
     before = mapped_pools()
     meeting.open_endpoint()
     meeting.receiver.cancel(granted(meeting), "no longer wanted")

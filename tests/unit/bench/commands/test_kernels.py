@@ -142,14 +142,14 @@ def test_shares_use_serving_kernel_not_fastest(
 def test_whole_float32_weights_are_judged_too(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are judged by their own speed against torch's, not by that of weights kept as bfloat16."""
 
-    class Library:
+    class StubLibrary:
         variants = ("amx_bf16" if tiles else "avx512_bf16",)
 
     def linear(layers: object, dtype: torch.dtype, rows: int, int8: bool) -> roofline.Product:
         ways = {"torch": 1.0, "native": 0.4} if int8 else {"torch": 1.0, "native": 1.1, roofline.HALVES: 0.4}
         return roofline.Product("float32", rows, 2.5e9 * rows, 0.5e9, list(ways)[-1], ways, int8)
 
-    monkeypatch.setattr(cpu, "library", Library)
+    monkeypatch.setattr(cpu, "library", StubLibrary)
     monkeypatch.setattr(kernels, "product", linear)
     monkeypatch.setattr(kernels, "attend", lambda *_: kernels.Attended(1, 128, 1000, {"native": 0.1, "cpu": 1.0}, 1e6))
     monkeypatch.setattr(kernels, "read_rates", lambda: {512: 1e15})

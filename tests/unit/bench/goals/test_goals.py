@@ -742,7 +742,7 @@ def test_where_nothing_can_be_saved_nothing_is_measured(
 def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    class Watched(Field):
+    class StartingField(Field):
         def start(self, system: System) -> Any:
             @contextlib.contextmanager
             def server() -> Any:
@@ -755,7 +755,7 @@ def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch
         def _warm_up(self, system: System) -> None: ...
 
     monkeypatch.setattr(field.Field, "_target", lambda self, url, system: None)
-    watched = Watched(SOME, (0, 1), None, FULL, Console(quiet=True))
+    watched = StartingField(SOME, (0, 1), None, FULL, Console(quiet=True))
     with field.opened(watched):
         assert watched.open(OURS, VLLM) == [OURS]
         assert watched.open(OURS, COLOCATED[0]) == [OURS, COLOCATED[0]]
@@ -766,7 +766,7 @@ def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch
 def test_peers_are_halted_while_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    class Watched(Field):
+    class PausingField(Field):
         def start(self, system: System) -> Any:
             peer = vllm.PeerSystem("http://127.0.0.1:1", [])
             monkeypatch.setattr(peer, "pause", lambda: events.append(f"-{system}"))
@@ -777,7 +777,7 @@ def test_peers_are_halted_while_others_are_measured(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(field.Field, "_target", lambda self, url, system: None)
     monkeypatch.setattr(field, "run_now", lambda *_, **__: Run([], 1.0, 0.0))
-    with field.opened(Watched(SOME, (0, 1), SOME, FULL, Console(quiet=True))) as watched:
+    with field.opened(PausingField(SOME, (0, 1), SOME, FULL, Console(quiet=True))) as watched:
         watched.open(OURS, VLLM, VLLM_1P1D)
         watched.run(OURS, [])
         assert events == ["-vLLM colocated", "-vLLM 1P1D"]

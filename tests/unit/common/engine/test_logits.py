@@ -51,7 +51,7 @@ def make_engine(checkpoint: Callable[[str], Path]) -> Iterator[MakeEngine]:
         engine.close()
 
 
-class Runner:
+class ChunkRunner:
     """Runs sequences chunk by chunk over random block tables."""
 
     def __init__(self, engine: ModelEngine, seed: int) -> None:
@@ -87,7 +87,7 @@ def test_every_composition_gives_the_reference_logits(
     engine = make_engine(kind)
     reference = Reference(path, MAX_LEN)
     rng = random.Random(kind)
-    run = Runner(engine, 1)
+    run = ChunkRunner(engine, 1)
     sequences = [tokens_of(rng, n) for n in (1, 15, 16, 17, 70, 190)]
     expected = [torch.from_numpy(reference.logits(tokens)) for tokens in sequences]
     tables = [run.table(len(tokens)) for tokens in sequences]
@@ -129,7 +129,7 @@ def test_logits_after_a_hand_off_and_after_preemption(
     """Prefill on one engine, decode on another with larger blocks; then the blocks are lost and all is recomputed."""
     sender, receiver = make_engine(kind), make_engine(kind, block_size=32)
     reference, rng = Reference(checkpoint(kind), MAX_LEN), random.Random(kind)
-    one, other = Runner(sender, 1), Runner(receiver, 2)
+    one, other = ChunkRunner(sender, 1), ChunkRunner(receiver, 2)
     for length in (17, 150):
         tokens = tokens_of(rng, length + 3)
         expected = torch.from_numpy(reference.logits(tokens))
@@ -155,7 +155,7 @@ def test_every_block_size_starts_and_computes(
     engine = make_engine("llama", block_size=block_size)
     tokens = tokens_of(random.Random(block_size), 200)
     expected = torch.from_numpy(Reference(checkpoint("llama"), MAX_LEN).logits(tokens))
-    run = Runner(engine, 3)
+    run = ChunkRunner(engine, 3)
     table = run.table(200)
     run.step([(tokens, 0, 77, table)])
     assert_same(run.step([(tokens, 77, 200, table)])[0], expected[-1], f"blocks of {block_size}")
@@ -165,7 +165,7 @@ def test_every_block_size_starts_and_computes(
 def test_bfloat16_works(kind: str, checkpoint: Callable[[str], Path], make_engine: MakeEngine) -> None:
     path = checkpoint(kind)
     engine = make_engine(kind, "bfloat16")
-    run = Runner(engine, 2)
+    run = ChunkRunner(engine, 2)
     tokens = tokens_of(random.Random(5), 100)
     expected = torch.from_numpy(Reference(path, MAX_LEN).logits(tokens))[-1]
     table = run.table(100)
@@ -181,7 +181,7 @@ def test_a_long_neighbour_does_not_change_a_short_request(
 ) -> None:
     assert kind in KINDS
     engine = make_engine(kind)
-    run = Runner(engine, 3)
+    run = ChunkRunner(engine, 3)
     rng = random.Random(6)
     short, long = tokens_of(rng, 20), tokens_of(rng, 1000)
     alone = run.step([(short, 0, 20, run.table(20))])[0]

@@ -18,7 +18,7 @@ from common.worker.membership import Membership
 from tests.unit.gateway_harness import QUIET_S, WAIT_S, GatewayHarness, hello_of, until
 
 
-class Member:
+class JoiningMember:
     """A worker's membership, which the test runs beside the coordinator endpoint that it dials."""
 
     def __init__(self, cluster_key: Path | None, harness: GatewayHarness, party: Party = "decode") -> None:
@@ -59,7 +59,7 @@ def test_refused_worker_gets_reason(
 ) -> None:
     files = {"": None, "cluster": cluster_key, "other": other}
     harness = GatewayHarness(files[theirs])
-    member = Member(files[mine], harness, party)
+    member = JoiningMember(files[mine], harness, party)
     try:
         member.until_refused(harness, words)
         assert not member.membership.joined
@@ -90,7 +90,7 @@ def test_a_refusal_is_heard_however_soon_it_comes(
 
     harness = GatewayHarness(None if mine == "cluster" else cluster_key)
     monkeypatch.setattr(zmq.Socket, "connect", connect_and_be_away)
-    member = Member(cluster_key, harness, "decode" if mine == "cluster" else "coordinator")
+    member = JoiningMember(cluster_key, harness, "decode" if mine == "cluster" else "coordinator")
     try:
         member.until_refused(harness, "key")
     finally:
@@ -102,9 +102,9 @@ def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
     cluster_key: Path, harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.membership.RETRY_S", 0.1)
-    first = Member(cluster_key, harness)
+    first = JoiningMember(cluster_key, harness)
     first.until_welcome(harness)
-    second = Member(cluster_key, harness)
+    second = JoiningMember(cluster_key, harness)
     try:
         second.until_refused(harness, "give every worker a name of its own")
         assert not second.membership.joined
@@ -122,7 +122,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     harness = GatewayHarness(cluster_key)
     port = harness.port
-    member = Member(cluster_key, harness)
+    member = JoiningMember(cluster_key, harness)
     try:
         member.until_welcome(harness)
         harness.close()
@@ -146,7 +146,7 @@ def test_worker_started_before_coordinator_joins_once(
     harness = GatewayHarness(key)
     port = harness.port
     harness.close()
-    member = Member(key, harness)
+    member = JoiningMember(key, harness)
     try:
         alone_until = time.monotonic() + 1.0
         while time.monotonic() < alone_until:
@@ -170,7 +170,7 @@ def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
     router, address = deaf.router("tcp://127.0.0.1:*")
     harness = GatewayHarness(None)
     monkeypatch.setattr(harness.gateway, "address", address)
-    member = Member(None, harness)
+    member = JoiningMember(None, harness)
     harness.close()
     try:
         assert router.poll(int(WAIT_S * 1000))

@@ -206,7 +206,7 @@ def test_prompts_that_do_not_fit_get_the_times_at_which_enough_others_were_place
 
 
 @dataclass
-class Load:
+class ClosedLoop:
     """``clients`` clients send ``requests`` requests each, the next when the last has ended or was given up."""
 
     slots: int
@@ -296,7 +296,7 @@ def served_share(
     slots: int, queue: int, service: str, requests: int, same: bool, seeds: int = 4
 ) -> tuple[float, float]:
     """Return the share of requests that were served, and the lowest use of the slots' time of all runs."""
-    runs = [Load(slots, queue, SERVICES[service], requests, same, seed).run() for seed in range(seeds)]
+    runs = [ClosedLoop(slots, queue, SERVICES[service], requests, same, seed).run() for seed in range(seeds)]
     served = sum(run[0] for run in runs)
     return served / (served + sum(run[1] for run in runs)), min(run[2] for run in runs)
 
@@ -324,7 +324,7 @@ def test_so_they_are_with_a_long_queue(service: str) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_so_they_are_if_tokens_bound_the_queue(service: str) -> None:
-    runs = [Load(8, 3, SERVICES[service], 6, seed=seed, by_tokens=True).run() for seed in range(4)]
+    runs = [ClosedLoop(8, 3, SERVICES[service], 6, seed=seed, by_tokens=True).run() for seed in range(4)]
     served, given_up = sum(run[0] for run in runs), sum(run[1] for run in runs)
     assert served >= 0.95 * (served + given_up) and min(run[2] for run in runs) > 0.9
 
@@ -333,7 +333,7 @@ def test_so_they_are_if_tokens_bound_the_queue(service: str) -> None:
 @pytest.mark.parametrize("slots", [8, 32])
 def test_requests_that_come_faster_than_they_are_served_for_half_a_minute_are_served(slots: int, service: str) -> None:
     """The excess requests retry in turn: two retries give a client two minutes."""
-    runs = [Load(slots, 3, SERVICES[service], 1, seed=seed, surge_s=30.0).run() for seed in range(2)]
+    runs = [ClosedLoop(slots, 3, SERVICES[service], 1, seed=seed, surge_s=30.0).run() for seed in range(2)]
     served, given_up = sum(run[0] for run in runs), sum(run[1] for run in runs)
     assert served >= 0.95 * (served + given_up), (served, given_up)
 

@@ -24,7 +24,7 @@ from coordinator.text.lanes import (
 CHARS, STEP_S = 100, 2.0
 
 
-class Clock:
+class StepClock:
     """A stand-in for the module ``time``."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ def lane() -> Iterator[Lane]:
 
 
 async def test_lane_retry_time_equals_time_of_queued_work(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = StepClock()
     monkeypatch.setattr(lanes, "time", clock)
     for _ in range(300):
         await lane.only_step(CHARS, clock.work)

@@ -54,7 +54,7 @@ TARGET_TABLES = {32: [BlockId(b) for b in (2, 4, 0)], 16: [BlockId(b) for b in (
 
 
 @dataclass
-class Pair:
+class LinkedPools:
     """The pools of a sender and a receiver, mostly with different layouts, and a link between them."""
 
     source: KvMemory
@@ -134,7 +134,7 @@ def had(reading: Reading[T]) -> T:
 
 
 @pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl"))
-def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkedPools]:
     link, pools = request.param
     if pools == "uncompiled":
         monkeypatch.setattr(pieces, "_compiled", lambda: None)
@@ -143,19 +143,21 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     source.generations[:] = np.arange(8) + 100
     target.raw[:] = 0xEE
     if link == "zmq":
-        yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype))
+        yield LinkedPools(
+            source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype)
+        )
     elif link == "nixl":
         owner = new_incarnation()
         endpoint, reader = nixl.NixlPoolEndpoint(source, owner), nixl.NixlReader(new_incarnation())
         pool = reached(reader, owner, endpoint.announcement, source)
-        yield Pair(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
+        yield LinkedPools(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
         pool.close()
         reader.close()
         endpoint.close()
     else:
         descriptor = os.dup(source.fd) if link == "shm" else connected(memory.Pools(), source)
         mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
-        yield Pair(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
+        yield LinkedPools(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
         mapped.close()
     source.close()
     target.close()
@@ -171,7 +173,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cells", CELLS, ids=str)
-def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
+def test_exactly_the_named_cells_arrive(pair: LinkedPools, cells: Rectangle) -> None:
     pair.carry(cells)
     sent = pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers)
     wanted = converted(sent, pair.source.layout.dtype, pair.target.layout.dtype)
@@ -180,14 +182,14 @@ def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
     assert not pair.written(), "something else was written, too"
 
 
-def test_the_sizes_said_are_canonical(pair: Pair) -> None:
+def test_the_sizes_said_are_canonical(pair: LinkedPools) -> None:
     for cells in CELLS:
         _, size, _ = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
         assert size == pair.source.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
-def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pair, fault: str) -> None:
+def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: LinkedPools, fault: str) -> None:
     right = pair.sending
     faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
     pair.sending = faulty
@@ -202,14 +204,14 @@ def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pa
     assert pair.written()
 
 
-def test_payloads_of_any_length_are_survived(pair: Pair) -> None:
+def test_payloads_of_any_length_are_survived(pair: LinkedPools) -> None:
     for length in (0, 1, 11, 12, 13, 24, 5000):
         with pytest.raises(Damaged):
             pair.carry(Rectangle(0, 3, 0, 32), os.urandom(length))
     assert not pair.written()
 
 
-def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
+def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: LinkedPools) -> None:
     pair.sending = FaultyLink(pair.sending, FaultRates(), Random(0))
     pair.carry(Rectangle(0, 3, 0, 96))
     assert pair.sending.name == pair.receiving.name
@@ -217,7 +219,7 @@ def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
-def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
+def test_a_block_reused_before_it_was_pulled_is_not_read(pair: LinkedPools) -> None:
     cells = Rectangle(0, 3, 0, 32)
     payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     pair.source.generations[SOURCE_TABLE[1]] += 1
@@ -227,7 +229,7 @@ def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
-def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_reused_while_it_is_pulled_is_dropped(pair: LinkedPools, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pair.receiving, PullReceiveLink)
     cells, copied = Rectangle(0, 3, 8, 40), pair.target.takes(pair.source) and pair.receiving.name != "nixl"
     puller, name = (pair.target, "take") if copied else (pair.receiving.source, "read")
@@ -247,7 +249,7 @@ def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: p
 
 
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
-def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: Pair) -> None:
+def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: LinkedPools) -> None:
     cells = Rectangle(0, 3, 8, 40)
     payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
@@ -265,7 +267,7 @@ def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("pair", pairs("shm", "memory"), indirect=True)
-def test_a_size_that_is_not_that_of_the_cells_is_its_senders_fault(pair: Pair) -> None:
+def test_a_size_that_is_not_that_of_the_cells_is_its_senders_fault(pair: LinkedPools) -> None:
     cells = Rectangle(0, 3, 8, 40)
     payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     with pytest.raises(WireError, match="announced") as caught:
@@ -292,7 +294,7 @@ def leading(payload: Payload, transfer: TransferId, cells: Rectangle, checksum: 
 
 @pytest.mark.parametrize("to", NOWHERE)
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
-def test_directions_that_lead_nowhere_are_their_senders_fault(pair: Pair, to: str) -> None:
+def test_directions_that_lead_nowhere_are_their_senders_fault(pair: LinkedPools, to: str) -> None:
     cells = Rectangle(0, 3, 0, 32)
     payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     with pytest.raises(WireError, match="block") as caught:
