@@ -46,6 +46,7 @@ NOT_FAST_MODULES = frozenset(
         *(
             "unit/bench/eval/test_quality",
             "unit/harness/test_reference",
+            "unit/common/engine/test_capture_audit",
             "unit/common/engine/test_device_steps",
             "unit/common/engine/test_gpu_loading",
             "unit/common/engine/test_device_sampler",
