@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.spawner import RANKS
-from tests.e2e.system import Client, System, sampling_of
+from tests.e2e.system import ApiClient, RunningSystem, sampling_of
 from tests.pace import scaled
 from tests.reference import Reference
 
@@ -39,7 +39,7 @@ def ranks_share_imports(monkeypatch: pytest.MonkeyPatch) -> None:
 def up(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Any]:
     def start(degrees: str, kind: str = "llama") -> Any:
         flags = ("--prefill", "1", "--decode", "1", "--local-prefill", "never", *DEGREES[degrees])
-        return System.up(tmp_path, checkpoint(kind), *flags)
+        return RunningSystem.up(tmp_path, checkpoint(kind), *flags)
 
     return start
 
@@ -48,14 +48,14 @@ def prompt_of(length: int) -> list[int]:
     return [8 + (31 * at * at + length) % 500 for at in range(length)]
 
 
-async def check(client: Client, reference: Reference, length: int, **fields: Any) -> None:
+async def check(client: ApiClient, reference: Reference, length: int, **fields: Any) -> None:
     fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **fields}
     answer = await client.complete(prompt_of(length), **fields)
     assert answer.path == "disagg"
     reference.check(answer.prompt, answer.ids, sampling_of(fields))
 
 
-async def pid_of(client: Client, worker: str, other_than: int = 0) -> int:
+async def pid_of(client: ApiClient, worker: str, other_than: int = 0) -> int:
     """Return the process id of ``worker`` once it is ready, and a new process if one is named."""
     deadline = time.monotonic() + scaled(BACK_S)
     while True:
@@ -74,7 +74,7 @@ def other_ranks(worker: int) -> Iterator[psutil.Process]:
             yield child
 
 
-async def until_logged(client: Client, pattern: str, seconds: float) -> None:
+async def until_logged(client: ApiClient, pattern: str, seconds: float) -> None:
     deadline = time.monotonic() + scaled(seconds)
     while not re.search(pattern, client.system.process.text):
         assert time.monotonic() < deadline, f"no {pattern!r} within {seconds} s:\n{client.system.process.text}"

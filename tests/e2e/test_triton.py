@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import Process, System
+from tests.e2e.system import RunningSystem, TandemProcess
 from tests.e2e.test_tokens import ONE_ONE, check, prompt_of
 from tests.reference import Reference
 
@@ -35,10 +35,10 @@ async def test_every_token_is_right(
 ) -> None:
     """Grouped heads, softcap and windows, sinks; prompts on prefill, tokens after a hand-off on decode."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(Process, "spawner", None)  # a forked worker would have imported triton before
+    monkeypatch.setattr(TandemProcess, "spawner", None)  # a forked worker would have imported triton before
     flags = (*ONE_ONE, "--attention", "triton", "--local-prefill", "never", *SLOW)
     fields = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "logprobs": 0}
-    with System.up(tmp_path, checkpoint(kind), *flags) as system:
+    with RunningSystem.up(tmp_path, checkpoint(kind), *flags) as system:
         async with system.client() as client:
             answers = await asyncio.gather(*(client.complete(prompt_of(length, 90), **fields) for length in LENGTHS))
         assert "triton: as requested, in Triton's interpreter" in system.process.text

@@ -88,7 +88,7 @@ def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster_key: Pat
 
 
 @pytest.mark.skipif(nearby("tcp://127.0.0.1:1") == "tcp://127.0.0.1:1", reason="there are no such sockets here")
-def test_who_finds_the_place_nearby_taken_does_not_start() -> None:
+def test_router_refuses_taken_local_address() -> None:
     """Otherwise another process would receive the workers' messages."""
     with contextlib.closing(Channels()) as channels, contextlib.closing(Channels()) as others:
         with create_server(("127.0.0.1", 0)) as free:
@@ -103,9 +103,7 @@ def socket_at(channels: Channels, address: str) -> zmq.Socket[bytes]:
     return socket
 
 
-def test_what_could_not_be_opened_does_not_keep_the_rest_from_closing(
-    cluster_key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channels_close_after_failed_open(cluster_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "ADMITS", {})
     channels = Channels(keys.load(cluster_key, "decode"))
     with pytest.raises(KeyError):
@@ -116,7 +114,7 @@ def test_what_could_not_be_opened_does_not_keep_the_rest_from_closing(
     assert not closing.is_alive()
 
 
-def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_read_yet() -> None:
+def test_router_reads_reconnected_peer_before_old_disconnect() -> None:
     """While the listener is in a long step, a peer whose connection was cut may dial again; the listener then learns of
     the new connection and of the end of the old one in any order."""
     with zmq.Context() as context, bind_router(context, "tcp://127.0.0.1:*") as router:
@@ -136,7 +134,7 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
                 assert new.poll(5000) and new.recv() == b"answer"
 
 
-def test_a_heart_that_is_asked_beats_at_once() -> None:
+def test_heartbeat_thread_answers_ping_at_once() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")
     heartbeat_thread = channels.heartbeat_thread(address, b"heartbeats", 3600.0, Ping)
@@ -162,7 +160,7 @@ for _ in sys.stdin:
 
 
 @pytest.mark.processes
-def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
+def test_heartbeat_thread_measures_stopped_time() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")
     command = [sys.executable, "-c", _HEARTBEAT_PROCESS, address]
@@ -187,7 +185,7 @@ def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
             channels.close()
 
 
-def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_loses_nothing() -> None:
+def test_kv_socket_bounds_unread_frames_without_loss() -> None:
     """A peer sends frame after frame while the worker is in a long step.
 
     Whether the peer is stopped cannot be told by the time that it waits: on a busy machine the I/O threads, which have
@@ -338,7 +336,7 @@ def test_a_message_behind_one_of_too_many_parts_begins_where_it_begins(
             assert parts[-1] == b"behind" and len(parts) == reader.most_parts and not reader.poll(50)
 
 
-def test_who_dials_anew_in_the_middle_of_its_message_of_too_many_parts_is_heard(
+def test_router_reads_peer_that_reconnects_during_oversized_message(
     ends: tuple[Channels, Channels], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received = counted(monkeypatch)
@@ -368,7 +366,7 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(cluster_key: Path) -> None:
         channels.close()
 
 
-def test_who_cannot_open_a_socket_says_so_as_of_an_address_that_is_none() -> None:
+def test_connect_reports_exhausted_sockets_as_wire_error() -> None:
     """The error is the same as for an invalid address: the worker gives up one hand-off and goes on."""
     with zmq.Context() as context:
         context.max_sockets = 1

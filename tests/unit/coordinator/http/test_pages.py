@@ -17,7 +17,7 @@ from common.net.messages import Drain, Role, Timing
 from coordinator.app import LAG_EVERY_S
 from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
 from tests.fakes.checkpoint import POSITIONS, VOCAB
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, Cluster, open_cluster, until, valid
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, open_cluster, until, valid
 
 
 async def test_a_worker_is_drained_by_name(model: Path) -> None:
@@ -32,7 +32,7 @@ async def test_a_worker_is_drained_by_name(model: Path) -> None:
             assert response.status == code, body
 
 
-async def test_the_root_tells_what_is_here(cluster: Cluster) -> None:
+async def test_root_page_lists_endpoints(cluster: FakeCluster) -> None:
     response, body = await cluster.get("/")
     assert response.status == 200 and body["server"] == "tandem" and body["model"] == "tiny"
     assert {"POST /v1/chat/completions", "GET /v1/models", "GET /health", "GET /metrics"} <= set(body["endpoints"])
@@ -54,7 +54,7 @@ async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> 
                 assert response.status == 200, link
 
 
-async def test_models(cluster: Cluster) -> None:
+async def test_models(cluster: FakeCluster) -> None:
     _, body = await cluster.get("/v1/models")
     valid("ListModelsResponse", body)
     assert body["data"][0]["id"] == "tiny" and body["data"][0]["max_model_len"] == POSITIONS
@@ -62,7 +62,7 @@ async def test_models(cluster: Cluster) -> None:
     assert (await cluster.get("/v1/models/other"))[0].status == 404
 
 
-async def test_tokens_there_and_back(cluster: Cluster) -> None:
+async def test_tokens_there_and_back(cluster: FakeCluster) -> None:
     _, body = await cluster.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) and body["max_model_len"] == POSITIONS
     _, back = await cluster.post("/detokenize", {"tokens": body["tokens"]})
@@ -73,7 +73,7 @@ async def test_tokens_there_and_back(cluster: Cluster) -> None:
     assert (await cluster.post("/detokenize", {"tokens": [VOCAB]}))[0].status == 400
 
 
-async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
+async def test_ready_requires_all_expected_workers(model: Path) -> None:
     async with open_cluster(model, expect_prefill=1, expect_decode=2) as cluster:
         roles: tuple[Role, ...] = ("prefill", "decode")
         for role in roles:
@@ -111,7 +111,7 @@ async def test_ready_without_a_prefill_worker_follows_the_policy(
             assert served.headers["x-tandem-path"] == "local"
 
 
-async def test_workers_as_they_see_themselves(cluster: Cluster) -> None:
+async def test_workers_as_they_see_themselves(cluster: FakeCluster) -> None:
     await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
     await until(lambda: cluster.dispatcher.link_stats.of(next(iter(cluster.services.registry))), "the link is measured")
     _, body = await cluster.get("/admin/workers")
@@ -125,7 +125,7 @@ async def test_workers_as_they_see_themselves(cluster: Cluster) -> None:
     assert decode["links"] == [] and prefill["transports"] == decode["transports"] == ["shm", "zmq"]
 
 
-async def test_metrics_have_vllms_names(cluster: Cluster) -> None:
+async def test_metrics_have_vllms_names(cluster: FakeCluster) -> None:
     await cluster.post(CHAT, {**HELLO, "max_tokens": 4})
     await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
     async with cluster.client.get(f"{cluster.url}/metrics") as response:
@@ -173,7 +173,7 @@ async def test_metrics_have_vllms_names(cluster: Cluster) -> None:
         assert name in page, name
 
 
-async def test_a_flood_of_scrapes_makes_few_pages(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_scrapes_makes_few_pages(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first few scrapes show the newest counts; more of them within the same period share one page."""
     metrics, now, made = cluster.services.metrics, 100.0, 0
 
@@ -198,7 +198,7 @@ async def test_a_flood_of_scrapes_makes_few_pages(cluster: Cluster, monkeypatch:
     assert await scrape() == FRESH_PAGES
 
 
-async def test_what_holds_the_event_loop_up_is_measured(cluster: Cluster) -> None:
+async def test_event_loop_lag_metric_measures_blocking_call(cluster: FakeCluster) -> None:
     """A delay that is over before the watchdog looks is measured too."""
     lag = functools.partial(cluster.services.metrics.registry.get_sample_value, "tandem_event_loop_lag_seconds_sum")
     before, began = lag(), time.monotonic()
@@ -208,7 +208,7 @@ async def test_what_holds_the_event_loop_up_is_measured(cluster: Cluster) -> Non
     assert (lag() or 0.0) - before <= time.monotonic() - began + LAG_EVERY_S, "no more than the time that passed"
 
 
-async def test_a_hand_off_counts_though_its_answer_has_ended_before(cluster: Cluster) -> None:
+async def test_a_hand_off_counts_though_its_answer_has_ended_before(cluster: FakeCluster) -> None:
     """Decode may send the last token of a short answer before prefill learns that all of its KV was accepted."""
     prefill = next(worker for worker in cluster.workers if worker.hello.role == "prefill")
     values = {"transfer_ms": 4.0, "transfer_exposed_ms": 2.0, "kv_bytes": 4096.0}
