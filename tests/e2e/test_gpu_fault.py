@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.spawner import PRELOADED
-from tests.e2e.system import System, tandem
+from tests.e2e.system import RunningSystem, tandem
 from tests.e2e.test_tokens import check, metrics, prompt_of
 from tests.pace import scaled
 from tests.reference import Reference
@@ -46,7 +46,7 @@ async def test_a_gpu_that_fails_takes_its_worker_out_and_no_stream_with_it(
     for name, value in ((PRELOADED, "tests.fakes.gpu_worker"), ("GPU_WORKER", "decode-0"), ("GPU_SCRIPT", str(script))):
         monkeypatch.setenv(name, value)
     fields = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
-    with System.up(tmp_path, checkpoint("llama"), "--prefill", "1", "--decode", "2") as system:
+    with RunningSystem.up(tmp_path, checkpoint("llama"), "--prefill", "1", "--decode", "2") as system:
         async with system.client() as client:
             gpu = 'tandem_gpu_temperature_celsius{gpu="0",worker="decode-0"}'
             async with asyncio.timeout(scaled(10.0)):

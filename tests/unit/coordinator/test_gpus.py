@@ -16,7 +16,7 @@ from common.net.messages import MAX_TEXT, Generate, Goodbye, Gpus
 from coordinator.cluster.absent_workers import MOST, AbsentWorkers
 from coordinator.cluster.registry import WorkerState
 from deploy.cli import status
-from tests.unit.coordinator.fake_cluster import Cluster, open_cluster, until
+from tests.unit.coordinator.fake_cluster import FakeCluster, open_cluster, until
 
 H100 = GpuState(
     0, "GPU-0123", "H100", 87, 60 << 30, 80 << 30, 412_000, 700_000, 64, 1755, 2619, 4, 18, 1 << 20, 1 << 21, 3, 0, 1,
@@ -27,12 +27,12 @@ FAULT = "GPU 0 (H100) reports Xid 79: it has fallen off the bus; restart the mac
 
 
 @pytest.fixture
-async def cluster(model: Path) -> AsyncIterator[Cluster]:
+async def cluster(model: Path) -> AsyncIterator[FakeCluster]:
     async with open_cluster(model, "colocated", "colocated") as running:
         yield running
 
 
-async def report(cluster: Cluster, gpus: Gpus, worker: int = 0) -> None:
+async def report(cluster: FakeCluster, gpus: Gpus, worker: int = 0) -> None:
     """Let a worker send a report, and wait until it is recorded."""
     said = cluster.workers[worker]
     handle = cluster.services.registry.get(said.hello.incarnation)
@@ -41,20 +41,20 @@ async def report(cluster: Cluster, gpus: Gpus, worker: int = 0) -> None:
     await until(lambda: handle.gpus == gpus.gpus, "the report arrives")
 
 
-async def samples(cluster: Cluster) -> dict[str, float]:
+async def samples(cluster: FakeCluster) -> dict[str, float]:
     async with cluster.client.get(f"{cluster.url}/metrics") as response:
         lines = (await response.text()).splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("tandem_gpu_"))
     return {name.removeprefix("tandem_gpu_"): float(value) for name, value in pairs}
 
 
-async def shown(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+async def shown(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return the exit code and the output of tandem status."""
     code = await asyncio.to_thread(status.run, StatusConfig(url=cluster.url))
     return code, " ".join(capsys.readouterr().out.split())
 
 
-async def test_every_reading_is_a_gauge_and_what_a_card_lacks_is_absent(cluster: Cluster) -> None:
+async def test_every_reading_is_a_gauge_and_what_a_card_lacks_is_absent(cluster: FakeCluster) -> None:
     await report(cluster, Gpus((H100, BARE)))
     found = await samples(cluster)
     at = 'gpu="0",worker="colocated-0"'
@@ -89,14 +89,14 @@ async def test_every_reading_is_a_gauge_and_what_a_card_lacks_is_absent(cluster:
 
 
 async def test_without_a_report_there_is_no_sample_and_nothing_about_gpus(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await samples(cluster) == {}
     code, text = await shown(cluster, capsys)
     assert code == 0 and "colocated-0 colocated ready cpu 0% of 4,096 tokens 0 0" in text and "GPU" not in text
 
 
-async def test_status_shows_what_is_known_of_each_gpu(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_status_shows_what_is_known_of_each_gpu(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     await report(cluster, Gpus((H100, BARE, GpuState(2, "GPU-89ab", "blind"))))
     code, text = await shown(cluster, capsys)
     assert code == 0
@@ -108,7 +108,7 @@ async def test_status_shows_what_is_known_of_each_gpu(cluster: Cluster, capsys: 
     assert "colocated-0: GPU 2 blind: no readings, NVML is silent" in text
 
 
-async def test_a_worker_with_an_unhealthy_gpu_gets_no_new_requests(cluster: Cluster) -> None:
+async def test_a_worker_with_an_unhealthy_gpu_gets_no_new_requests(cluster: FakeCluster) -> None:
     """Even while its loop is stuck in a step, and it cannot say Goodbye."""
     await report(cluster, Gpus((H100,), FAULT))
     handle = cluster.services.registry.get(cluster.workers[0].hello.incarnation)
@@ -120,7 +120,7 @@ async def test_a_worker_with_an_unhealthy_gpu_gets_no_new_requests(cluster: Clus
 
 
 async def test_a_worker_that_left_its_gpu_is_absent_in_words_until_it_is_back(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = cluster.workers[0]
     left.say(Goodbye(left.hello.incarnation, FAULT))

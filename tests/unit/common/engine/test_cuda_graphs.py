@@ -93,11 +93,11 @@ def serve(bench: Bench, engine: ModelEngine, seed: int, count: int) -> list[Requ
     kept = []
     for number in range(1, count + 1):
         request = random_request(rng, number)
-        bench.tell("colocated-0", Generate(request, 1))
+        bench.send("colocated-0", Generate(request, 1))
         for _ in range(rng.randrange(8)):
             bench.turn()
         if rng.random() < 0.2:
-            bench.tell("colocated-0", Abort(request.id, 1))
+            bench.send("colocated-0", Abort(request.id, 1))
         else:
             kept.append(request)
     bench.until(lambda: bench.done(*kept))

@@ -79,7 +79,7 @@ def play(bench: Bench, engine: OverlappedOracle, seed: int, requests: int = 16) 
                 bench.send(worker, Abort(each.id, 1))
     bench.until(lambda: bench.done(*served))
     for request in served:  # as the coordinator does: decode waits for a prompt that has ended by its first token
-        bench.tell("decode-0", Abort(request.id, 1))
+        bench.send("decode-0", Abort(request.id, 1))
     bench.until(bench.quiet)
     for request in served:
         check(bench, request)

@@ -22,7 +22,7 @@ from deploy.launcher.screen import Lines
 from deploy.launcher.supervisor import leaves_first
 
 
-class Launcher:
+class RecordingLauncher:
     """A launcher that records the requests it gets."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Launcher:
 
 
 async def test_ipc_carries_scale_requests_replacements_and_pressure() -> None:
-    launcher, (ours, theirs) = Launcher(), socket.socketpair()
+    launcher, (ours, theirs) = RecordingLauncher(), socket.socketpair()
     serving, ipc = asyncio.create_task(serve(ours, launcher)), SupervisorIPC(theirs.dup().detach())
     ipc.replace("decode-0", 7, "silent for 10 s")
     pools, refused = await asyncio.gather(ipc.scale(1, 2), ipc.scale(0, 1), return_exceptions=True)
@@ -62,7 +62,7 @@ async def test_ipc_carries_scale_requests_replacements_and_pressure() -> None:
 
 
 async def test_the_coordinator_is_told_of_workers_that_ended() -> None:
-    launcher, (ours, theirs) = Launcher(), socket.socketpair()
+    launcher, (ours, theirs) = RecordingLauncher(), socket.socketpair()
     heard: asyncio.Queue[tuple[str, str, float]] = asyncio.Queue()
     ipc = SupervisorIPC(theirs.dup().detach())
     ipc.follow(lambda *report: heard.put_nowait(report))
@@ -78,7 +78,7 @@ async def test_the_coordinator_is_told_of_workers_that_ended() -> None:
     assert not launcher.followers
 
 
-class Screen(Lines):
+class RecordingScreen(Lines):
     """A screen that keeps its lines in a queue."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
 
 @pytest.mark.processes
 async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int]) -> None:
-    screen = Screen()
+    screen = RecordingScreen()
     child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
     keeper = asyncio.create_task(child.keep())
     assert child.serving() is None
@@ -143,7 +143,7 @@ async def test_killed_child_leaves_before_serving_child(
     """This holds also before the event loop hears of the death: the serving worker must not be removed in its place."""
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     children = [
-        ChildProcess(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), Screen())
+        ChildProcess(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), RecordingScreen())
         for n in (0, 1)
     ]
     keepers = [asyncio.create_task(child.keep()) for child in children]
@@ -166,7 +166,7 @@ async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
-    screen = Screen()
+    screen = RecordingScreen()
     child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
     keeper = asyncio.create_task(child.keep())
     await child.facts
@@ -185,7 +185,7 @@ async def test_who_ends_again_and_again_is_reported_with_a_longer_wait_each_time
     """Each process is ready at once, and killed; the last wait ends because the worker is not wanted any more."""
     reports: asyncio.Queue[AbsenceReport] = asyncio.Queue()
     config = WorkerConfig(role="decode", model="m")
-    child = ChildProcess("decode-0", config, cores.Share(None, 0), Screen(), on_absence=reports.put_nowait)
+    child = ChildProcess("decode-0", config, cores.Share(None, 0), RecordingScreen(), on_absence=reports.put_nowait)
     keeper = asyncio.create_task(child.keep())
     for restart_in_s in (0.01, 0.02, 0.04, 0.08):
         os.kill(await starts.get(), signal.SIGKILL)
