@@ -17,13 +17,21 @@ from common.kv.storage.tensors import DTYPES, layer_views
 
 
 class SlabStore:
-    """``blocks`` zeroed blocks of ``layout`` on ``device``, block-major as :mod:`common.kv.layout` says."""
+    """``blocks`` blocks of ``layout`` on ``device``, block-major as :mod:`common.kv.layout` says, and zeroed: what is
+    not yet written must be finite.
 
-    def __init__(self, layout: KvLayout, blocks: int, device: torch.device) -> None:
-        self.layout, self.blocks, self.device = layout, blocks, device
+    They lie in ``slab`` (uint8 [blocks * block_bytes]) if it is given, else in memory of torch. ``memory``, which owns
+    the slab and is closed with the store, is what hand-offs need.
+    """
+
+    def __init__(
+        self, layout: KvLayout, blocks: int, device: torch.device, slab: torch.Tensor | None = None, memory: Any = None
+    ) -> None:
+        self.layout, self.blocks, self.device, self.memory = layout, blocks, device, memory
         self.dtype = DTYPES[layout.dtype]
-        self.memory: Any = None  # no hand-off reads or writes it
-        self.slab = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        if slab is None:
+            slab = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
+        self.slab = slab.zero_().view(blocks, layout.block_bytes)
         self._k, self._v = layer_views(self.slab.view(-1).view(self.dtype), layout, blocks, 0)
 
     def k(self, layer: int) -> torch.Tensor:
@@ -55,3 +63,5 @@ class SlabStore:
     def close(self) -> None:
         self._k, self._v = [], []
         del self.slab
+        if self.memory is not None:
+            self.memory.close()

@@ -47,3 +47,19 @@ def test_the_same_calls_leave_the_same_keys_and_values(stores: tuple[KvStorage, 
         blocks = torch.tensor([2, 4])
         for one, other in zip(shared.gather(layer, blocks), slab.gather(layer, blocks), strict=True):
             assert torch.equal(one, other) and one.shape[0] == 32
+
+
+def test_a_slab_of_other_memory_is_zeroed_used_in_place_and_closed_with_the_store() -> None:
+    closed: list[bool] = []
+
+    class Memory:
+        def close(self) -> None:
+            closed.append(True)
+
+    slab = torch.full((BLOCKS * LAYOUT.block_bytes,), 255, dtype=torch.uint8)
+    store = SlabStore(LAYOUT, BLOCKS, torch.device("cpu"), slab, Memory())
+    assert not slab.any()
+    store.k(1)[2].fill_(1)
+    assert slab.view(BLOCKS, -1)[2].any() and not slab.view(BLOCKS, -1)[3].any()
+    store.close()
+    assert closed == [True]
