@@ -22,22 +22,8 @@ from common.engine.loading import load_engine
 from common.engine.runner import ModelEngine
 from common.kv.gpu_budget import CONTEXT_BYTES, Share
 from common.kv.storage.slab import SlabStore
-from common.platform.device import Device, probe_gpu
-from common.platform.gpu import Gpu
+from tests.fakes.stand_in_gpu import MIB, stand_in
 from tests.reference import Reference, greedy
-
-MIB = 1 << 20
-
-
-class StandIn(Device):
-    """A GPU whose tensors are on the CPU."""
-
-    address = "cpu"  # type: ignore[assignment]
-
-
-def stand_in(total: int = 2048 * MIB, free: int = 2000 * MIB) -> Device:
-    gpu = Gpu(0, "GPU-1", "NVIDIA H200", total, free, (9, 0))
-    return StandIn(**vars(probe_gpu(gpu)))
 
 
 @pytest.fixture
