@@ -1,4 +1,5 @@
-"""Owns what the operating system offers: processors, threads, memory allocator, file limits, secret files, logging.
+"""Owns what the operating system and the GPU driver offer: processors, threads, memory, GPUs, file limits, secrets,
+logging.
 
 Must not know models, messages or roles.
 """

@@ -13,6 +13,7 @@ from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.platform import device
 from common.platform.gpu import Gpu
+from deploy.cli import main as cli
 from deploy.launcher import preflight, supervisor
 from deploy.launcher.gpus import Place, deal
 from tests.fakes import nvml
@@ -95,3 +96,14 @@ def test_a_worker_by_itself_checks_its_gpu(tmp_path: Path, monkeypatch: pytest.M
         preflight.check_worker(checkpoint, replace(config, device="cuda:1"))
     with pytest.raises(StartError, match="there is no cuda:2"):
         preflight.check_worker(checkpoint, replace(config, device="cuda:2"))
+
+
+@pytest.mark.parametrize("command", ["up", "prefill"])
+def test_a_gpu_that_is_demanded_and_not_there_is_refused_in_words(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.platform.gpu._DRIVERS", (tmp_path / "none",))
+    assert cli.main([command, str(fake_checkpoint(tmp_path / "m")), "--device", "cuda"]) == 1
+    said = capsys.readouterr().err
+    assert "error: --device cuda cannot be used" in said and "why: no NVIDIA driver is loaded" in said
+    assert "Traceback" not in said
