@@ -150,8 +150,8 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
     if most < LITTLE:
         few = f"at most {most:.0%} of requests are" if most else "no request is"
         lines.append(
-            f"This comparison gives no reason to disaggregate: {few} inside {objectives} with either system. "
-            "The load is too high for these cores, or the objectives are too strict."
+            f"This comparison gives no reason to disaggregate: {few} inside {objectives} with either system, so the "
+            "load is too high for these cores or the objectives are too strict."
         )
     elif not together.figure("goodput").high and apart.figure("goodput").low:
         advised = True
@@ -168,9 +168,10 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
             f"{objectives} as {together.system}."
         )
     else:
+        few = f"less than the {WORTH:g} times that" if gain.median < WORTH else "but not more in every round, which"
         lines.append(
             f"Do not disaggregate: {apart.system} has {gain:.2f} times as many requests inside {objectives} "
-            f"as {together.system}, too little, or not in every round, to be worth a second pool."
+            f"as {together.system}, {few} a second pool should bring."
         )
     shown = f"output with {apart.system} is {output:.2f} times as much."
     if min(each.figure("itl_p99").low for each in (apart, together)):  # else no answer had a second token

@@ -69,8 +69,8 @@ def test_verdict_keeps_colocated_on_equal_goodput() -> None:
     ("apart", "said"),
     [
         (((40, 10), (45, 10)), "has only 0.85"),
-        (((90, 10), (40, 10)), "too little, or not in every round"),
-        (((51, 10), (51, 10)), "too little, or not in every round"),
+        (((90, 10), (40, 10)), "but not more in every round"),
+        (((51, 10), (51, 10)), "less than the 1.05 times"),
         (((0, 10), (0, 10)), "has only 0.00"),
     ],
 )
@@ -104,9 +104,10 @@ def test_verdict_ignores_gain_in_single_round() -> None:
 def test_systems_that_are_both_overloaded_tell_nothing() -> None:
     """Also if one system has some requests inside, those that came before all others were late."""
     lines = verdict([outcome("1p1d", (0, 10)), outcome("1c", (0, 10))], OBJECTIVES)
-    assert lines[0].startswith("Do not disaggregate on the strength of this: no request is inside ttft:1000")
+    assert lines[0].startswith("This comparison gives no reason to disaggregate: no request is inside ttft:1000")
     lines = verdict([outcome("1p1d", (10, 10), (12, 10)), outcome("1c", (0, 10), (2, 10))], OBJECTIVES)
-    assert lines[0].startswith("Do not disaggregate on the strength of this: at most 12% of requests are inside")
+    assert lines[0].startswith("This comparison gives no reason to disaggregate: at most 12% of requests")
+    assert lines[0].count(". ") == 0, "one sentence"
 
 
 def failing(outcome: Outcome, count: int) -> Outcome:
@@ -215,7 +216,7 @@ def test_where_it_is_not_advised_to_disaggregate_no_larger_pools_are(inside: int
     for record in apart.runs[0].records:
         record.stages = {"prefill": "p", "decode": "d", "prefill_ms": 90.0}
     lines = verdict([apart, outcome("1c", (beside, 10))], OBJECTIVES)
-    assert lines[0].startswith("Do not disaggregate")
+    assert not lines[0].startswith("Disaggregate")
     assert lines[-1].startswith(f"With 1p1d {100 - inside}% miss the objective for TTFT, 0% that for TPOT; prefill")
     assert lines[-1].endswith("of the time.") and "2p1d" not in " ".join(lines)
 
