@@ -111,7 +111,7 @@ class EngineOptions:
         aliases=("--num-gpu-blocks-override",),
         shown_default="as many as --kv-cache-memory holds",
     )
-    block_size: int = option(16, "tokens per KV block; a multiple of 16", count(16, 1 << 16), "memory")
+    block_size: int = option(16, "tokens per KV block; a multiple of 16", count(16, 1 << 16, 16), "memory")
     max_num_seqs: int = option(
         64, "maximum number of sequences that a worker decodes together", count(1, 1 << 16), "batch"
     )

@@ -73,18 +73,19 @@ def parse_number(text: str) -> int:
     return int(value)
 
 
-def count(least: int = 0, most: int | None = None) -> OptionKind:
-    """Return the kind of whole numbers from ``least`` to ``most``."""
+def count(least: int = 0, most: int | None = None, step: int = 1) -> OptionKind:
+    """Return the kind of whole numbers from ``least`` to ``most`` that are multiples of ``step``."""
 
     def parse(text: str) -> int:
         value = parse_number(text)
-        if value < least or (most is not None and value > most):
+        if value < least or (most is not None and value > most) or value % step:
             raise ValueError(text)
         return value
 
+    number = "whole number" if step == 1 else f"multiple of {step}"
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     suffixes = " (32k is 32,000, 32K is 32,768)" if most is None or most >= 1 << 16 else ""
-    return OptionKind("N", f"a whole number {bounds}{suffixes}", parse)
+    return OptionKind("N", f"a {number} {bounds}{suffixes}", parse)
 
 
 def decimal(least: float, most: float, metavar: str = "X") -> OptionKind:
@@ -514,8 +515,8 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise StartError(f"{path} is not a mapping", "it must have lines such as `port: 8000`", "correct the file")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    if any(everything.get(key) and value is not None for key, value in values.items()):
-        secret_files.check(status, path)
+    if secret := next((key for key, value in values.items() if everything.get(key) and value is not None), None):
+        secret_files.check(status, path, secret)
     for key, value in values.items():
         if key not in everything:
             raise _unknown_key(key, node, everything, path)

@@ -83,8 +83,8 @@ def load(path: Path, party: Party) -> ClusterKeys:
         raise StartError(
             f"{path} cannot be used by a {party} process",
             f"it holds the secret key of {', '.join(secret)} only",
-            f"give the cluster's key file, which tandem up needs; a file for {party} alone is made with tandem keygen "
-            f"--role {party} --cluster-key-file THE-CLUSTER'S-FILE",
+            f"give {party}.key, made by tandem keygen --role {party} --cluster-key-file CLUSTER-KEY-FILE, or the file "
+            "of all roles itself, as tandem up needs",
         )
     if zmq.curve_public(secret[party].encode()) != public[party].encode():
         raise _strange(path, f"the public and the secret key of {party} do not match")

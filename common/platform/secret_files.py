@@ -61,8 +61,9 @@ def shown(path: Path) -> str:
     return str(path) if known else "the file that was given"
 
 
-def check(status: os.stat_result, path: Path) -> None:
-    """Raise StartError if other users can read or write the open file at ``path``, whose status is ``status``."""
+def check(status: os.stat_result, path: Path, key: str | None = None) -> None:
+    """Raise StartError if other users can read or write the open file at ``path``, whose status is ``status``. ``key``:
+    the key of a configuration file whose value is secret, which the error names."""
     if status.st_uid not in (0, os.geteuid()):
         raise StartError(f"will not use {path}", "it belongs to another user", f"make it yours: chown $USER {path}")
     if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode):
@@ -71,4 +72,5 @@ def check(status: os.stat_result, path: Path) -> None:
     if status.st_uid == 0 != os.geteuid() and status.st_gid in (0, os.getegid(), *os.getgroups()):
         open_to_others &= ~stat.S_IRGRP
     if open_to_others:
-        raise StartError(f"will not use {path}", "other users can read or write it", f"chmod 600 {path}")
+        secret = f", and {key} in it is secret" if key else ""
+        raise StartError(f"will not use {path}", f"other users can read or write it{secret}", f"chmod 600 {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -132,7 +133,9 @@ def test_a_configuration_with_a_key_has_the_same_rule(tmp_path: Path, command: s
     path.write_text(content.replace("KEY", new_key()))
     path.chmod(mode)
     words = (*command.split(), "--config", path)
-    _refused(_start(*words), path, "other users can read or write it", f"chmod 600 {path}")
+    secret = re.findall(r"(admin.api.key|api.key|header):", content)[0].replace("-", "_")
+    said = f"other users can read or write it, and {secret} in it is secret"
+    _refused(_start(*words), path, said, f"chmod 600 {path}")
     path.chmod(0o600)
     assert _start(*words).returncode == 0
 

@@ -144,7 +144,8 @@ def test_allowed_origins_are_such_that_browsers_send() -> None:
     [
         (("--port", "eight"), "--port"),
         (("--port", "70000"), "65535"),
-        (("--block-size", "24"), "multiple of 16"),
+        (("--block-size", "15"), "a multiple of 16 from 16"),
+        (("--block-size", "24"), "a multiple of 16 from 16"),
         (("--dtype", "int3"), "bfloat16"),
         (("--colocated", "2", "--decode", "1"), "--colocated"),
         (("--decode", "0"), "--decode"),
