@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError:
+    sys.exit("This example needs OpenAI's client: pip install openai (make up does not install it).")
 
 
 def main(url: str) -> None:

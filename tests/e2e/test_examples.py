@@ -49,6 +49,12 @@ def test_the_openai_client_chats(server: HttpClient) -> None:
     assert len(story.split()) > 5
 
 
+def test_the_openai_client_names_the_package_that_it_lacks() -> None:
+    program = f"import runpy, sys; sys.modules['openai'] = None; runpy.run_path({str(EXAMPLES / 'openai_client.py')!r})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "pip install openai" in ended.stderr
+
+
 def test_no_token_is_lost_when_a_worker_is_killed(server: HttpClient) -> None:
     shown = run("kill_a_worker.py", server.url)
     assert re.search(r"^decode-\d was killed after \d+ tokens$", shown, re.MULTILINE), shown
