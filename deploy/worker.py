@@ -128,6 +128,7 @@ def build(
         worker.step_times.took(*step_time)
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
+        kv_bytes=engine.memory.blocks * engine.layout.block_bytes,
         max_model_len=engine.max_model_len,
         device=machine.kind if machine.gpu is None else f"{machine.address} ({machine.name})",
         dtype=engine.layout.dtype,

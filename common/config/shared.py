@@ -83,8 +83,8 @@ class ClusterOptions:
     )
     insecure_cluster: bool = option(
         False,
-        "allow connections without keys or encryption on addresses other than loopback (tandem up: "
-        "--kv-transport nixl on loopback)",
+        "use no keys and no encryption on addresses other than loopback: everyone who reaches the ports can join and "
+        "read prompts (tandem up always has keys; there it allows --kv-transport nixl on loopback)",
         SWITCH,
         "network and keys",
     )

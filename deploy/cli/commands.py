@@ -80,7 +80,11 @@ COMMANDS = {
         ),
         Command(
             "chat", "chat with a running server in the terminal", ChatConfig, "deploy.cli.chat:run",
-            argument=("prompt", "send this prompt, print the answer and exit"),
+            argument=(
+                "prompt",
+                "send this prompt, print the answer and exit; without it, standard input is read as one prompt "
+                "if it is not a terminal",
+            ),
         ),
         Command("scale", "resize the worker pools of a running tandem up", ScaleConfig, "deploy.cli.scale:run"),
         Command(
@@ -168,6 +172,9 @@ COMMANDS = {
 """All commands by name."""
 FAMILIES = {"bench": "benchmark servers, pool layouts, kernels and links"}
 """Command groups (the first word of two-word commands) and their help."""
+CONFIG_HELP = "print the options of a command, their values and where each was set"
+"""What ``tandem config`` does. It is no entry of COMMANDS, since it takes the flags of any other command."""
+
 CONFIGS = tuple(dict.fromkeys(command.config for command in COMMANDS.values()))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from common.config.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
 from common.config.redaction import without_login
 from common.core.errors import StartError
-from deploy.cli.commands import COMMANDS, FAMILIES, Command, load_config
+from deploy.cli.commands import COMMANDS, CONFIG_HELP, FAMILIES, Command, load_config
 
 MAX_LINE = 300
 
@@ -79,7 +79,13 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
             argument, help = command.argument
             made[name].add_argument(argument, nargs="?", metavar=argument.upper(), help=help)
         add_options(made[name], command.config)
-    commands.add_parser("config", help="print a command's settings and where each was set")  # see _dispatch
+    commands.add_parser(  # only for its help: see _dispatch
+        "config",
+        help=CONFIG_HELP,
+        description=f"{CONFIG_HELP[0].upper()}{CONFIG_HELP[1:]}: a flag, an environment variable, the YAML file or the "
+        "default. Takes the flags of COMMAND, which is up if none is given.",
+        usage="tandem config [COMMAND] [FLAGS]",
+    )
     return parser, made
 
 
@@ -106,7 +112,7 @@ def _dispatch(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return 0
-    explain = words[0] == "config"
+    explain = words[0] == "config" and words[1:2] not in (["--help"], ["-h"])
     if explain:  # `tandem config COMMAND FLAGS` accepts the flags of COMMAND
         words = _explained(words[1:], commands)
     name = _named(words, commands)
@@ -121,7 +127,7 @@ def _dispatch(words: list[str]) -> int:
 def _named(words: Sequence[str], commands: Collection[str]) -> str:
     """Return the one- or two-word command with which ``words`` begin. Raises StartError if there is no such command."""
     first, second = words[0], next(iter(words[1:]), "-")
-    if first.startswith("-") or first in commands:
+    if first.startswith("-") or first in commands or first == "config":
         return first
     if first not in FAMILIES:
         raise unknown("command", first, [*commands, *FAMILIES, "config"], "tandem", "tandem --help")

@@ -21,7 +21,7 @@ from coordinator.api import chat_messages, openai
 from coordinator.cluster.registry import Registry
 from coordinator.http import pages, routes
 from coordinator.metrics import Metrics
-from deploy.cli.commands import COMMANDS, CONFIGS
+from deploy.cli.commands import COMMANDS, CONFIG_HELP, CONFIGS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -55,9 +55,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def flags_page() -> str:
     """All commands, and one table of flags per group."""
-    commands = _table(
-        ("command", "what it does"), ((f"`tandem {name}`", command.help) for name, command in COMMANDS.items())
-    )
+    helps = {**{name: command.help for name, command in COMMANDS.items()}, "config": CONFIG_HELP}
+    commands = _table(("command", "what it does"), ((f"`tandem {name}`", help) for name, help in helps.items()))
     return _page(
         "Commands and flags",
         "Each flag is also an environment variable (`--max-model-len` is `TANDEM_MAX_MODEL_LEN`) and a key of the YAML "
@@ -100,7 +99,7 @@ FIELD_HELP = {
     "ignore_eos": "Generate past the end-of-sequence token.",
     "include_stop_str_in_output": "Keep the stop string in the output.",
     "logit_bias": "Token id to a value from -100 to 100 that is added to its logit.",
-    "logprobs": "Return log-probabilities: a boolean for chats, the number of alternatives for completions.",
+    "logprobs": "Return the log-probability of each output token; `top_logprobs` adds alternatives.",
     "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`.",
     "max_tokens": "Longest output in tokens. Default: what fits for chats, 16 for completions.",
     "messages": "The conversation: roles system, developer, user, assistant, tool; text content only.",
@@ -137,6 +136,9 @@ FIELD_HELP = {
 }
 """One line per request field. The test fails for a field without a line and for a line without a field."""
 
+_TEXT_HELP = FIELD_HELP | {"logprobs": "Return the log-probability of each output token, and so many alternatives."}
+"""The same where a field means something else in text completions."""
+
 _GETTERS = {
     "boolean": "boolean",
     "string": "string",
@@ -168,7 +170,7 @@ def http_page() -> str:
         "## Fields of chat completions only",
         _field_table({name: kind for name, kind in chat.items() if name not in both}),
         "## Fields of text completions only",
-        _field_table({name: kind for name, kind in text.items() if name not in both}),
+        _field_table({name: kind for name, kind in text.items() if name not in both}, _TEXT_HELP),
         "## Refused fields",
         _table(("field", "answer"), ((f"`{name}`", answer) for name, answer in sorted(refused.items()))),
         "## Response headers",
@@ -178,7 +180,7 @@ def http_page() -> str:
         "is the last event. Answers with 429 and 503 carry `Retry-After`.",
         _table(
             ("status", "code", "cause"),
-            ((str(status), f"`{code}`", ERROR_HELP[code]) for status, code in error_codes()),
+            ((str(status), f"`{code}`", _error_help(status, code)) for status, code in error_codes()),
         ),
     )
 
@@ -204,7 +206,7 @@ ERROR_HELP = {
     "not_found": "There is no such path, or no such worker.",
     "not_ready": "`/ready` only: a request could not be served now, or a configured worker has not joined yet.",
     "request_quarantined": "Two workers died while they served this request; it is not tried again.",
-    "request_timeout": "408: the body did not arrive in `--client-timeout`. 504: `--request-timeout` passed.",
+    "request_timeout": "The request was not finished within `--request-timeout`.",
     "request_too_large": "The body is larger than `--max-body-bytes`.",
     "server_is_overloaded": "A queue is full; `Retry-After` says when a place is expected.",
     "server_shutting_down": "The server drains.",
@@ -214,6 +216,13 @@ ERROR_HELP = {
     "worker_lost": "Workers were lost and the retries are spent.",
 }
 """One line per error code."""
+
+_LATE_BODY = "The body of the request did not arrive within `--client-timeout`."
+
+
+def _error_help(status: int, code: str) -> str:
+    return _LATE_BODY if (status, code) == (408, "request_timeout") else ERROR_HELP[code]
+
 
 RESPONSE_HEADERS = (
     ("`x-request-id`", "The client's own `X-Request-Id`, or a new id."),
@@ -237,8 +246,8 @@ def endpoints() -> list[tuple[str, str]]:
     return found
 
 
-def _field_table(fields: Mapping[str, str]) -> str:
-    rows = ((f"`{name}`", kind, FIELD_HELP[name]) for name, kind in sorted(fields.items()) if name in FIELD_HELP)
+def _field_table(fields: Mapping[str, str], helps: Mapping[str, str] = FIELD_HELP) -> str:
+    rows = ((f"`{name}`", kind, helps[name]) for name, kind in sorted(fields.items()) if name in helps)
     return _table(("field", "type", "meaning"), rows)
 
 

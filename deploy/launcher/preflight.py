@@ -48,11 +48,27 @@ def check_up(config: UpConfig, places: Sequence[Place]) -> Iterator[UpConfig]:
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
     """Check the start of one worker without a launcher. Raises StartError."""
     cores.choose(config.cores)
+    check_name(config.coordinator)
     gpus, _ = device.usable_gpus(config.device)
     place = Place(address(gpus[0]), gpus[0], config.workers_on_gpu) if gpus else Place()
     check_memory(checkpoint, config, config.workers_on_host, [place] if gpus else [place] * config.workers_on_host)
     if config.role == "decode":
         claim_port(config.host, 0, "--host").close()
+
+
+def check_name(coordinator: str) -> None:
+    """Raise StartError if the host in the address of the coordinator is a name that cannot be resolved. Whether the
+    coordinator runs is not checked: it may start later than its workers."""
+    host = coordinator.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise StartError(
+            f"cannot find the coordinator {coordinator}",
+            f"the name {host} cannot be resolved: {why}",
+            "correct --coordinator, or give an IP address",
+        ) from error
 
 
 def check_memory(

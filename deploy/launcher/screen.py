@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from common.kv.budget import human_bytes
 from deploy.launcher.status import Fact, Report
 
 log = logging.getLogger("tandem.up")
@@ -30,6 +31,12 @@ only."""
 
 
 CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D ends the chat and stops the server"
+
+
+def chat_ended(on_terminal: bool) -> str:
+    """Return why ``tandem up --chat`` stops. ``on_terminal``: whether standard input is a terminal."""
+    why = "" if on_terminal else ": standard input is not a terminal, so it was read as one prompt"
+    return f"the chat has ended{why}; stopping the server"
 
 
 def command() -> str:
@@ -56,11 +63,12 @@ class WorkerFacts:
 
     @property
     def budget(self) -> str:
-        """The KV budget as text, in tokens and in full-length requests."""
+        """The KV budget as text, in tokens, bytes and full-length requests."""
         tokens, longest = self.facts.get("kv_tokens"), self.facts.get("max_model_len")
         if not isinstance(tokens, int):
             return "ready"
-        text = f"KV for {tokens:,} tokens"
+        size = self.facts.get("kv_bytes")
+        text = f"KV for {tokens:,} tokens" + (f" in {human_bytes(size)}" if isinstance(size, int) else "")
         if isinstance(longest, int) and longest > 0:
             many = tokens / longest
             count = str(int(many)) if many >= 10 else f"{many:.1f}".removesuffix(".0")

@@ -42,7 +42,7 @@ from deploy.launcher.child import ChildProcess
 from deploy.launcher.gpus import Place, address, deal
 from deploy.launcher.ipc import AbsenceReport, Pools
 from deploy.launcher.preflight import check_memory, check_up
-from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts
+from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts, chat_ended
 
 STOPPED_AT_ONCE = 130
 """The exit code after a second signal: that of shells for Ctrl-C."""
@@ -285,6 +285,7 @@ class Supervisor:
         await self._come_up()
         if self._config.chat:
             await self._chat()
+            self._screen.fact(chat_ended(sys.stdin.isatty()))
             self._stop.set()
         await self._stop.wait()
 

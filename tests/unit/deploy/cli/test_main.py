@@ -22,6 +22,7 @@ from common.core.errors import StartError
 from common.net import http_client
 from deploy.cli import main as cli
 from deploy.cli.commands import COMMANDS, Command
+from deploy.launcher.preflight import check_name
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.leaked_keys import new_key
 from tests.pace import scaled
@@ -116,6 +117,23 @@ def test_a_quantized_checkpoint(command: str, tmp_path: Path, capsys: pytest.Cap
     assert cli.main([command, str(tmp_path)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and "Tandem does not read AWQ checkpoints" in lines[1], lines
+
+
+def test_a_coordinator_whose_name_cannot_be_resolved(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def getaddrinfo(host: str, *_: object, **__: object) -> None:
+        assert host == "absent.example"
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("deploy.launcher.preflight.socket.getaddrinfo", getaddrinfo)
+    assert cli.main(["prefill", "--coordinator", "absent.example:8001", "--insecure-cluster"]) == 1
+    assert "the name absent.example cannot be resolved: Name or service not known" in capsys.readouterr().err
+
+
+def test_addresses_of_a_coordinator_need_no_name() -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        check_name(f"{host}:8001")
 
 
 @pytest.mark.parametrize("command", ["up", "coordinator"])
@@ -266,6 +284,10 @@ def test_config_says_where_each_value_comes_from() -> None:
     assert key not in result.stdout
     assert "did you mean TANDEM_PORT?" in result.stderr
     assert "coordinator " in tandem("config", "decode").stdout
+    for word in ("--help", "-h"):
+        shown = tandem("config", word)
+        assert shown.returncode == 0 and shown.stdout.startswith("usage: tandem config [COMMAND] [FLAGS]")
+    assert tandem("config", "decode", "--help").stdout.startswith("usage: tandem decode")
     assert "port " in tandem("config").stdout
 
 

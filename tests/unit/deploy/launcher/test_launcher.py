@@ -27,7 +27,7 @@ from deploy.launcher import builtin, cores, preflight, status
 from deploy.launcher.child import how_it_ended
 from deploy.launcher.gpus import Place
 from deploy.launcher.preflight import check_up, claim_port
-from deploy.launcher.screen import Lines, Serving, Terminal, WorkerFacts
+from deploy.launcher.screen import Lines, Serving, Terminal, WorkerFacts, chat_ended
 from deploy.launcher.supervisor import reachable
 from tests.fakes.checkpoint import fake_checkpoint
 
@@ -249,7 +249,9 @@ SERVING = Serving(
     url="http://127.0.0.1:8000",
     workers=(
         WorkerFacts(
-            "prefill-0", "cores 0", {"kv_tokens": 65_536, "max_model_len": 8192, "device": "cpu", "notes": NOTES}
+            "prefill-0",
+            "cores 0",
+            {"kv_tokens": 65_536, "kv_bytes": 3 << 29, "max_model_len": 8192, "device": "cpu", "notes": NOTES},
         ),
         WorkerFacts("decode-0", "cores 1", {"kv_tokens": 1_000_000, "max_model_len": 1000}),
         WorkerFacts("decode-1", "", {}),
@@ -268,7 +270,7 @@ def test_the_first_screen_on_a_pipe_is_one_line_per_fact(caplog: pytest.LogCaptu
         lines.serving(SERVING)
     said = [record.getMessage() for record in caplog.records]
     assert said[:2] == ["tandem: tiny", "decode-0: loading 0/2"]
-    assert "prefill-0: KV for 65,536 tokens = 8 requests of 8,192 (cpu, cores 0)" in said
+    assert "prefill-0: KV for 65,536 tokens in 1.5 GiB = 8 requests of 8,192 (cpu, cores 0)" in said
     assert "prefill-0: why" in said
     assert "transfer: shared memory, 5.0 GB/s, 42 µs" in said
     assert "try: tandem chat" in said
@@ -314,6 +316,11 @@ def test_with_a_chat_the_keys_are_said_in_place_of_lines_to_try(caplog: pytest.L
     said = [record.getMessage() for record in caplog.records]
     assert not any("try" in line for line in said)
     assert said[-1] == "Ctrl-C stops an answer, Ctrl-D ends the chat and stops the server"
+
+
+def test_the_end_of_a_chat_says_why_the_server_stops() -> None:
+    assert chat_ended(True) == "the chat has ended; stopping the server"
+    assert "standard input is not a terminal" in chat_ended(False)
 
 
 def test_the_first_screen_on_a_terminal() -> None:
