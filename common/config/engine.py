@@ -17,7 +17,6 @@ from common.config.options import (
     option,
     parse_cpus,
 )
-from common.core.errors import StartError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
@@ -146,14 +145,6 @@ class EngineOptions:
         "cores",
         shown_default="all",
     )
-
-    def __post_init__(self) -> None:
-        if self.block_size % 16:
-            raise StartError(
-                f"--block-size {self.block_size} cannot be used",
-                "the prefix cache works in steps of 16 tokens",
-                "give a multiple of 16",
-            )
 
     @property
     def cores(self) -> tuple[int, ...] | None:

@@ -62,7 +62,6 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
     )
 
     def __post_init__(self) -> None:
-        EngineOptions.__post_init__(self)
         ServingOptions.__post_init__(self)
         if self.colocated is not None and (self.prefill or self.decode):
             raise StartError(

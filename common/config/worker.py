@@ -63,7 +63,6 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.name is not None and len(self.name.encode()) > MAX_NAME_BYTES:
             raise StartError(
                 f"--name {self.name[:32]}... is too long",
