@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from common.checkpoint.files import open_checkpoint
 from common.engine import parallel
 from common.engine.loading import load_engine
 from common.engine.runner import ModelEngine
+from common.model import parallel_check
 from common.model.collective import SharedMemoryCollective
 from common.platform.wiring import Wiring
 from deploy.ranks.channel import FollowerChannel, LeaderChannel
@@ -24,13 +25,17 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "batch_hint": 1
 _loading = threading.Lock()
 
 
-def _load_in_turn(*arguments: Any) -> Any:
-    """Load a share while no other thread does: transformers patches torch meanwhile."""
-    with _loading:
-        return _load_share(*arguments)
+def _in_turn(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``load`` run while no other thread loads a model: transformers patches torch meanwhile."""
+
+    def alone(*arguments: Any) -> Any:
+        with _loading:
+            return load(*arguments)
+
+    return alone
 
 
-_load_share = parallel.load_share
+_load_share, _load_whole = _in_turn(parallel.load_share), _in_turn(parallel_check.load_whole)
 
 
 def _close(engine: ModelEngine) -> None:
@@ -58,12 +63,18 @@ def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngin
                 parallel.follow(checkpoint, collective, FollowerChannel(end), **shared)
         except Exception as error:
             errors.append(error)
-            for signal in wiring.signals.values():  # nobody waits for this rank any more
-                os.write(signal, (1 << 20).to_bytes(8, "little"))
+            release()
             end.close()
 
+    def release() -> None:
+        """Let no rank wait for another that has failed; what it then computes is not used."""
+        for signal in wiring.signals.values():
+            os.write(signal, (1 << 20).to_bytes(8, "little"))
+
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "load_share", _load_in_turn)
+        for module in (parallel, parallel_check):
+            patch.setattr(module, "load_share", _load_share)
+        patch.setattr(parallel_check, "load_whole", _load_whole)
         stack.callback(wiring.close)
         pairs = [socket.socketpair() for _ in range(1, ranks)]
         threads = [
@@ -82,8 +93,12 @@ def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngin
             engine = load_engine(checkpoint, **shared, **own, leader=leader)
             yield engine
             _close(engine)
+        except BaseException:
+            first = errors[:1]  # of rank 0's errors, those that follow from another rank's
+            release()
+            if first:
+                raise first[0] from None
+            raise
         finally:
             for ours, _ in pairs:
                 ours.shutdown(socket.SHUT_RDWR)
-            if errors:
-                raise errors[0]

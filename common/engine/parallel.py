@@ -30,6 +30,7 @@ from common.model.collective import Collective
 from common.model.linears import pack_linears
 from common.model.load import detach_from_files
 from common.model.parallel import Plan, load_share, shard_of, whole_layers
+from common.model.parallel_check import check_split
 from common.model.probe import forward, probe
 from common.model.rotary import freeze_rotary
 from common.platform import memory
@@ -136,6 +137,7 @@ class Leader:
 
     def load(self, checkpoint: Checkpoint, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
         """Return this rank's share of the model, as :func:`common.model.parallel.load_share`."""
+        self.note = check_split(checkpoint, dtype, self.collective, trust_remote_code)
         model, self.plan = load_share(checkpoint, dtype, self.collective, trust_remote_code)
         return model
 
@@ -168,7 +170,7 @@ class LeadingEngine(ModelEngine):
         leader.collective.after_sum = late.announce_written
         shards, size = self.layout.head_shards, leader.collective.size
         heads = f"each with 1/{shards} of the KV heads" if shards > 1 else "each with all KV heads"
-        self.notes.append(f"tensor parallel: {size} ranks, {heads}; layers are not fused")
+        self.notes.append(f"tensor parallel: {size} ranks, {heads}; layers are not fused; {leader.note}")
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
         self._leader.channel.share_step(pack(step))
@@ -202,6 +204,7 @@ def follow(
     arguments must be those of rank 0's :func:`common.engine.loading.load_engine`. StartError if the model cannot be
     served."""
     chosen, _ = choose_dtype(dtype, checkpoint.dtype, probe_cpu())
+    check_split(checkpoint, chosen, collective, trust_remote_code)
     model, plan = load_share(checkpoint, chosen, collective, trust_remote_code)
     freeze_rotary(model, max_model_len or checkpoint.max_position)
     seen = probe(model, checkpoint)

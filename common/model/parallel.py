@@ -172,15 +172,20 @@ def _plan_head(plan: Plan, model: Any, config: Any) -> None:
 
 
 def load_share(
-    checkpoint: Checkpoint, dtype: str, collective: Collective, trust_remote_code: bool = False
+    checkpoint: Checkpoint,
+    dtype: str,
+    collective: Collective,
+    trust_remote_code: bool = False,
+    config: Any = None,
 ) -> tuple[nn.Module, Plan]:
     """Return this rank's share of the model in ``dtype``, in evaluation mode, calling our attention and summing over
-    ``collective``. StartError if the model cannot be split or loaded."""
+    ``collective``. ``config``: its configuration, if not the checkpoint's. StartError if the model cannot be split or
+    loaded."""
     transformers = quiet_transformers()
     auto = transformers.AutoModelForCausalLM
     how = {"attn_implementation": ATTENTION, "dtype": DTYPES[dtype]}
     try:
-        config = transformers.AutoConfig.from_pretrained(
+        config = config or transformers.AutoConfig.from_pretrained(
             checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
         with torch.device("meta"):

@@ -68,6 +68,11 @@ def forward(
     return logits
 
 
+def probe_tokens(checkpoint: Checkpoint) -> list[int]:
+    """Return the token ids on which models are compared."""
+    return [(7 + 13 * i * i) % checkpoint.vocab_size for i in range(PROBE_TOKENS)]
+
+
 @torch.inference_mode()
 def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     """Run the model on 32 tokens with eager attention and with ours, without the paged pool. StartError, with the
@@ -75,7 +80,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     parameters = inspect.signature(model.forward).parameters
     if not {"position_ids", "logits_to_keep"} <= parameters.keys():
         raise _unfit(checkpoint, "its forward pass takes no position_ids or no logits_to_keep")
-    tokens = [(7 + 13 * i * i) % checkpoint.vocab_size for i in range(PROBE_TOKENS)]
+    tokens = probe_tokens(checkpoint)
     where = model.get_input_embeddings().weight.device
     ids, positions = torch.tensor([tokens], device=where), torch.arange(PROBE_TOKENS, device=where)[None]
     try:
@@ -120,11 +125,16 @@ def require_equal(
 ) -> None:
     """Raise StartError unless the logits [rows, vocab] agree within ``tolerance`` (default: what their dtype allows);
     ``how`` describes in the error's text how ``ours`` were computed."""
-    expected = eager.float()
-    error = (ours.float() - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1).clamp(min=1e-6)
-    worst = float(error.median())
-    if not worst <= (TOLERANCE[eager.dtype] if tolerance is None else tolerance):
-        raise _unfit(checkpoint, f"{how} its logits are off by {worst:.2g} standard deviations")
+    off = deviation(ours, eager)
+    if not off <= (TOLERANCE[eager.dtype] if tolerance is None else tolerance):
+        raise _unfit(checkpoint, f"{how} its logits are off by {off:.2g} standard deviations")
+
+
+def deviation(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the difference of logits [rows, vocab] in the measure of :data:`TOLERANCE`."""
+    wanted = expected.float()
+    error = (logits.float() - wanted).pow(2).mean(dim=-1).sqrt() / wanted.std(dim=-1).clamp(min=1e-6)
+    return float(error.median())
 
 
 def _unfit(checkpoint: Checkpoint, why: str) -> StartError:

@@ -105,6 +105,7 @@ def test_logits_equal_those_of_one_process(model: Callable[[str], Path], name: s
     with split_engine(model(name), ranks) as engine:
         assert isinstance(engine, LeadingEngine)
         assert engine.layout.head_shards == SHARDS.get(name, 2)
+        assert f"the first 2 layers give the same logits in {ranks} ranks as in one" in " ".join(engine.notes)
         worst = float((logits_of(engine) - expected).abs().max())
     assert worst < TOLERANCE * max(1.0, float(expected.std()))
 
@@ -228,6 +229,16 @@ def test_what_cannot_be_split_is_refused_in_words(
     tmp_path: Path, kind: str, overrides: dict[str, Any], ranks: int, why: str
 ) -> None:
     with pytest.raises(StartError, match=why), split_engine(make_model(kind, tmp_path, **overrides), ranks):
+        pass
+
+
+def test_a_plan_that_splits_wrongly_is_refused(model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is right for the heads that each rank has, but they are not those of its queries."""
+    monkeypatch.setattr("common.model.parallel._kv_rows", lambda plan, rows, dim, config: (0, rows // plan.size))
+    with (
+        pytest.raises(StartError, match="its first 2 layers, split, give logits that are off by"),
+        split_engine(model("llama"), 2),
+    ):
         pass
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from bench.load.processes import cpu_seconds
 from common.checkpoint.files import open_checkpoint
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
@@ -44,6 +45,9 @@ class Ended:
     def __call__(self, error: StartError) -> None:
         self.errors.append(error)
         self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._event.wait(seconds)
 
     def why(self) -> str:
         """Wait for the end; return its reason."""
@@ -99,6 +103,9 @@ def test_ranks_compute_and_leave_with_rank_0(start: Start, tmp_path: Path, ranks
             for pid in running.pids:
                 os.kill(pid, number)
         assert float((logits_of(engine) - expected).abs().max()) < 1e-4
+        before = [cpu_seconds(pid) for pid in running.pids]
+        assert not end.wait(0.5)
+        assert max(cpu_seconds(pid) - used for pid, used in zip(running.pids, before, strict=True)) < 0.1, "it spins"
         processes = [each.process for each in running._ranks]
         engine.close()
     assert [each.returncode for each in processes] == [0] * (ranks - 1)
@@ -112,7 +119,13 @@ def test_a_rank_that_hangs_is_noticed(start: Start, checkpoint: Callable[[str], 
         engine = engine_of(checkpoint("llama"), running)
         (pid,) = running.pids
         os.kill(pid, signal.SIGSTOP)
+        step = threading.Thread(target=logits_of, args=(engine,))
+        step.start()
         assert f"rank 1 of 2 (process {pid}) hangs: it has not answered" in end.why()
+        assert step.is_alive(), "the step waits for the rank"
+        for each in running.wiring.signals.values():  # rank 0 would have ended: let its step end instead
+            os.write(each, (1 << 20).to_bytes(8, "little"))
+        step.join()
         engine.close()
 
 
