@@ -31,7 +31,7 @@ from common.engine.launched import Launch
 from common.engine.sampler import peaks, sample
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
-from common.kv.storage.host import KvMemory
+from common.kv.storage.cuda import Memory
 from common.kv.storage.interface import KvStorage
 from common.model.probe import Probe, forward, require_equal
 
@@ -101,7 +101,7 @@ class ModelEngine:
         device_steps: DeviceSteps | None = None,
     ) -> None:
         self.model, self.store = model, store
-        self.memory: KvMemory = store.memory
+        self.memory: Memory = store.memory
         self.layout: KvLayout = store.layout
         self.fingerprint, self.vocab_size, self.max_model_len = fingerprint, vocab_size, max_model_len
         self.on_layer: Callable[[int], None] | None = None

@@ -28,7 +28,7 @@ from common.engine.launched import Launch
 from common.engine.scheduler import Planner, Sampled
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
-from common.kv.storage.host import KvMemory
+from common.kv.storage.cuda import Memory
 from common.kv.table import BlockTable
 from common.net.messages import (
     DRAINED,
@@ -85,9 +85,11 @@ class Engine(Protocol):
     fingerprint: str
     vocab_size: int
     max_model_len: int
-    memory: KvMemory
     on_layer: Callable[[int], None] | None
     """Called with the index of each layer once its keys and values of the running step are in the pool."""
+
+    @property
+    def memory(self) -> Memory: ...
 
     def step(self, batch: Batch) -> StepResult:
         """Compute and store the KV of every row, and sample for the segments that want a token."""

@@ -18,6 +18,7 @@ from common.core.ids import BlockId
 from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
+from common.kv.storage import host
 from common.kv.storage.host import KvMemory
 from tests.fakes.system import needs_populate
 
@@ -323,7 +324,7 @@ def test_a_descriptor_that_cannot_be_mapped_is_closed(monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> None:
         raise OSError("no address space")
 
-    monkeypatch.setattr(KvMemory, "_map", refuse)
+    monkeypatch.setattr(host.mmap, "mmap", refuse)
     with pytest.raises(OSError, match="address space"):
         KvMemory.attach(copy, LAYOUT, 2)
     with pytest.raises(OSError):

@@ -11,7 +11,7 @@ import torch
 
 from common.kernels.triton import canonical as kernels
 from common.kv.layout import KvLayout
-from common.kv.storage.host import Table
+from common.kv.storage.base import Table
 
 
 class CanonicalCopies:

@@ -13,22 +13,20 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from common.core.ids import BlockId
 from common.kv import pieces
 from common.kv.convert import Bytes, converted
 from common.kv.layout import KvDtype, KvLayout
 from common.kv.pieces import Numbers
+from common.kv.storage.base import Table, token_runs
 
-Table = Sequence[BlockId] | npt.NDArray[np.int64]
-"""Block ids in the order of a sequence's tokens."""
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 # from fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's existing mapping writable and forbids later writable ones
@@ -39,7 +37,7 @@ _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 def _bytes_of(layout: KvLayout, blocks: int) -> tuple[int, int]:
     """Return the offset of the generation words and the size of the whole file, in bytes."""
     generations = -(-layout.block_bytes * blocks // _PAGE) * _PAGE
-    return generations, generations + -(-blocks * 8 // _PAGE) * _PAGE
+    return generations, generations + _words_bytes(blocks)
 
 
 class BlockArray:
@@ -64,7 +62,7 @@ class BlockArray:
         """Return the XXH3-64 of the bytes of :meth:`read`. They are hashed in place if ``pieces.c`` is compiled and
         rows are contiguous (one shard)."""
         if pieces.are_compiled() and self.layout.head_shards == 1 and tokens and layers:
-            starts, counts = _runs(tokens, self.layout.block_size)
+            starts, counts = token_runs(tokens, self.layout.block_size)
             return pieces.digest(self._addresses(table, starts, layers), self._sizes(counts, layers))
         return xxhash.xxh3_64_intdigest(self.read(table, tokens, layers).data)
 
@@ -84,7 +82,7 @@ class BlockArray:
         """
         if not self.raw.flags.writeable:
             raise ValueError("this pool belongs to another process and is read-only")
-        starts, counts = _runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))
+        starts, counts = token_runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))
         before = tokens.start - tokens.start % source.layout.block_size
         sources = source._addresses(blocks, starts - before, layers)
         return pieces.digest(sources, self._sizes(counts, layers), self._addresses(table, starts, layers))
@@ -157,28 +155,19 @@ class BlockArray:
         return parts[0], parts[1]
 
 
-def _runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:
-    """Split ``tokens`` at multiples of ``size``; return the first position and the length of each run."""
-    starts = np.arange(tokens.start - tokens.start % size, tokens.stop, size)
-    starts[0] = tokens.start
-    return starts, np.diff(starts, append=tokens.stop)
-
-
 class KvMemory(BlockArray):
     """``blocks`` blocks of ``layout`` in shared memory; :meth:`attach` maps another process's pool read-only.
 
     ``raw`` are the bytes of the blocks, uint8 [blocks, block_bytes]; ``generations`` is uint64 [blocks].
     """
 
+    kind: Literal["host"] = "host"
+
     def __init__(self, layout: KvLayout, blocks: int, before_sealing: Callable[[int], None] | None = None) -> None:
         """``before_sealing`` is called with the file's descriptor while other ranks of this worker can still map it
         writable (:meth:`join`)."""
-        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
-        self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
-        if before_sealing is not None:
-            before_sealing(self.fd)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+        self.fd, self._mmap = _sealed(_bytes_of(layout, blocks)[1], before_sealing)
+        self._view(layout, blocks)
 
     @classmethod
     def join(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
@@ -189,7 +178,8 @@ class KvMemory(BlockArray):
         if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
             os.close(fd)
             raise ValueError("the pool's size does not match its layout")
-        memory._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+        memory._mmap = mmap.mmap(fd, _bytes_of(layout, blocks)[1], mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        memory._view(layout, blocks)
         return memory
 
     @classmethod
@@ -200,22 +190,13 @@ class KvMemory(BlockArray):
         SIGBUS), OSError if it is no memfd.
         """
         memory = cls.__new__(cls)
-        memory.fd = fd
-        try:
-            if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError("the shared pool is not sealed")
-            if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
-                raise ValueError("the shared pool's size does not match its layout")
-            memory._map(layout, blocks, mmap.PROT_READ)
-        except BaseException:
-            os.close(fd)
-            raise
+        memory.fd, memory._mmap = fd, _attached(fd, _bytes_of(layout, blocks)[1])
+        memory._view(layout, blocks)
         return memory
 
-    def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:
+    def _view(self, layout: KvLayout, blocks: int) -> None:
         self.blocks = blocks
-        offset, size = _bytes_of(layout, blocks)
-        self._mmap = mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
+        offset = _bytes_of(layout, blocks)[0]
         whole: Bytes = np.frombuffer(self._mmap, np.uint8)
         super().__init__(layout, whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes))
         self.generations = whole[offset : offset + 8 * blocks].view(np.uint64)
@@ -224,6 +205,9 @@ class KvMemory(BlockArray):
     def lost(self) -> bool:
         """Whether the pool's memory is gone; never, since a mapping outlives the pool's owner."""
         return False
+
+    def mark(self) -> None:
+        """Return None: the engine's work on host memory ends before its calls do."""
 
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return a copy of the generation words of these blocks."""
@@ -244,6 +228,67 @@ class KvMemory(BlockArray):
             self._mmap.close()
         except BufferError:  # a tensor over the pool is still alive; it unmaps the memory when it is freed
             pass
+
+
+class GenerationWords:
+    """Generation words alone (``array``, uint64 [blocks]) in a sealed memfd, for a pool whose blocks are elsewhere.
+    :meth:`attach` maps another process's words read-only."""
+
+    def __init__(self, blocks: int) -> None:
+        self.fd, self._mmap = _sealed(_words_bytes(blocks))
+        self._view(blocks)
+
+    @classmethod
+    def attach(cls, fd: int, blocks: int) -> GenerationWords:
+        """Map the words of a received descriptor, and own the descriptor from here on; raises as
+        :meth:`KvMemory.attach`."""
+        words = cls.__new__(cls)
+        words.fd, words._mmap = fd, _attached(fd, _words_bytes(blocks))
+        words._view(blocks)
+        return words
+
+    def _view(self, blocks: int) -> None:
+        self.array: npt.NDArray[np.uint64] = np.frombuffer(self._mmap, np.uint64, blocks)
+
+    def close(self) -> None:
+        """Unmap the words. Views of them must not be used afterwards."""
+        del self.array
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self._mmap.close()
+        except BufferError:  # a view is still alive; it unmaps the memory when it is freed
+            pass
+
+
+def _words_bytes(blocks: int) -> int:
+    return -(-blocks * 8 // _PAGE) * _PAGE
+
+
+def _sealed(size: int, before_sealing: Callable[[int], None] | None = None) -> tuple[int, mmap.mmap]:
+    """Return a new sealed memfd of ``size`` bytes, which can be written only through this mapping, and through those
+    that ``before_sealing`` lets others make."""
+    fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    if before_sealing is not None:
+        before_sealing(fd)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    return fd, mapping
+
+
+def _attached(fd: int, size: int) -> mmap.mmap:
+    """Map a received memfd of ``size`` bytes read-only. If it is none, or its size may still change, the descriptor is
+    closed and ValueError or OSError is raised."""
+    try:
+        if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("the shared pool is not sealed")
+        if os.fstat(fd).st_size != size:
+            raise ValueError("the shared pool's size does not match its layout")
+        return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class _Rows:
