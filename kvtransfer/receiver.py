@@ -17,18 +17,20 @@ import msgspec
 import zmq
 
 from common.core.errors import Damaged, WireError
-from common.core.ids import BlockId, TransferId, new_incarnation
-from common.kv.layout import KvLayout
-from common.kv.storage.host import KvMemory
+from common.core.ids import BlockId, Incarnation, TransferId, new_incarnation
+from common.kv.storage.cuda import Memory
+from common.kv.storage.device_calls import Event
 from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
 from common.net.peer_ban_list import PeerBanList
 from common.net.sockets import Channels, send
 from common.net.wire import MAX_HANDOFF_BYTES, decode
 from kvtransfer.flow_control import TRANSFER_BYTES, CreditBook
 from kvtransfer.frames import FrameHeader
-from kvtransfer.links import nixl, shm, zeromq
+from kvtransfer.links import nccl, nixl
 from kvtransfer.links.base import ReceiveLink
-from kvtransfer.links.pull import PullReceiveLink, SourcePool
+from kvtransfer.links.choice import ReceiveLinks
+from kvtransfer.links.cuda_ipc import CudaIpcReceiveLink
+from kvtransfer.links.pull import PullReceiveLink
 from kvtransfer.peer_proof import is_proven, proof, proves
 from kvtransfer.session import FrameVerdict, ReceiverSession, TransferLimits, TransferState
 from kvtransfer.source_pools import Connecting, Sources
@@ -85,7 +87,7 @@ class _Incoming:
     sender, b"" until its Open (``announced``) has arrived. ``link``: set once the sender's pool is connected; then the
     hand-off is granted. ``sent_step_ms``: the step duration last sent to the sender. ``pulls``: frames in order, the
     first of which is being read. ``commit``: a Commit that arrived behind them. ``acknowledged_bytes``: how many of the
-    placed bytes were acknowledged."""
+    placed bytes were acknowledged. ``after``: an event behind the engine's earlier work on the reserved blocks."""
 
     session: ReceiverSession
     table: Sequence[BlockId]
@@ -97,17 +99,18 @@ class _Incoming:
     pulls: deque[tuple[FrameHeader, memoryview]] = field(default_factory=deque)
     commit: Commit | None = None
     acknowledged_bytes: int = 0
+    after: Event | None = None
 
 
 class Receiver:
-    """Receives KV from any number of prefill workers into ``memory``. ``transport`` is auto, shm, zmq or nixl; auto
-    means shared memory if the sender's pool can be mapped, else ZeroMQ. Raises StartError if the transport is not
-    available on this machine."""
+    """Receives KV from any number of prefill workers into ``memory``. ``transport`` is a ``--kv-transport``; auto means
+    reading the sender's pool if it can be mapped, else ZeroMQ (:mod:`kvtransfer.links.choice`). Raises StartError if
+    the transport is not available on this machine."""
 
     def __init__(
         self,
         channels: Channels,
-        memory: KvMemory,
+        memory: Memory,
         host_id: str,
         address: str,
         *,
@@ -115,16 +118,18 @@ class Receiver:
         limits: TransferLimits | None = None,
         credit: CreditBook | None = None,
     ) -> None:
-        self._memory, self._host_id, self._transport = memory, host_id, transport
+        self._memory, self._transport = memory, transport
         self._limits = limits or TransferLimits()
+        self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
+        calls = memory.calls if memory.kind == "cuda" else None
+        self._sources = Sources(channels, self._limits.lease_s, self._nixl, calls)
+        self._links = ReceiveLinks(memory, transport, host_id, self._sources)
         self.credit = credit or CreditBook()
         self._channels = channels
         self._socket, self.address = channels.router(address, kv=True)
         channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, _Early] = OrderedDict()
-        self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
-        self._sources = Sources(channels, self._limits.lease_s, self._nixl)
         self._ended: list[Landed | TransferFailed] = []
         self._to_acknowledge: dict[TransferId, _Incoming] = {}
         """Transfers with frames that have landed, or were retransmitted, in this call of :meth:`pump`."""
@@ -157,7 +162,7 @@ class Receiver:
         ``peer``'s element type is accepted."""
         travels = replace(self._memory.layout, dtype=peer.dtype)
         session = ReceiverSession(transfer, travels, tokens, have, now, self._limits)
-        self._incoming[transfer] = _Incoming(session, table, peer.token)
+        self._incoming[transfer] = _Incoming(session, table, peer.token, after=self._memory.mark())
         if early := self._early.pop(transfer, None):
             try:
                 self._grant(early.peer, early.said, now)
@@ -223,6 +228,7 @@ class Receiver:
             self.cancel(transfer, "the decode worker stops")
         self._channels.unregister(self._socket)
         self._socket.close(linger=200)  # so that the Cancel messages still leave
+        self._links.close()
         self._sources.close()
         if self._nixl is not None:
             self._nixl.close()
@@ -266,7 +272,7 @@ class Receiver:
     def _opened(self, peer: bytes, message: Open, incoming: _Incoming | None, now: float) -> None:
         transfer = TransferId(message.request, message.attempt)
         if incoming is None:
-            if self._nixl is None:
+            if self._nixl is None and self._links.groups is None:
                 message = msgspec.structs.replace(message, agent=b"")
             early = _Early(peer, message, now)
             # another peer may have copied this Open from the network: only the first that sent it is kept
@@ -303,7 +309,7 @@ class Receiver:
     def _connect(self, incoming: _Incoming, announced: Open, now: float) -> bool:
         """Choose the best link. Returns True if there is one now; False while the sender's pool is being connected, and
         after the hand-off has failed because no link is possible."""
-        link = self._choose_link(announced, incoming.session.layout, now)
+        link = self._links.choose(announced, incoming.session.layout, incoming.after, now)
         if link is None:
             why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
             self._fail(incoming, TransferState.FAILED, why)
@@ -330,6 +336,8 @@ class Receiver:
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
         incoming = self._incoming.get(header.transfer)
+        if self._links.groups is not None:  # its bytes come whatever becomes of the frame
+            self._links.groups.announced(Incarnation(peer.split(b"|")[0].decode(errors="replace")), header, payload)
         if incoming is None or incoming.peer != peer or incoming.link is None:
             self.stale_frames += 1
             return
@@ -338,6 +346,8 @@ class Receiver:
             session.renewed(now)
             if header.number == session.frames + len(incoming.pulls) and len(incoming.pulls) < MAX_PULLS:
                 incoming.pulls.append((header, payload))
+                if isinstance(incoming.link, nccl.NcclReceiveLink):
+                    incoming.link.queued(header, payload)
             return
         verdict = session.judge(header, now)
         if verdict is FrameVerdict.TAKE:
@@ -418,18 +428,6 @@ class Receiver:
     def _reply(self, peer: bytes, message: Message) -> None:
         send(self._socket, message, peer)  # if the peer is gone the message is dropped
 
-    # -- links --------------------------------------------------------------------------------------------------------
-
-    def _choose_link(self, message: Open, travels: KvLayout, now: float) -> ReceiveLink | Connecting | None:
-        near = self._transport in ("auto", shm.NAME) and message.pool and message.host_id == self._host_id
-        if near or (self._transport == nixl.NAME and message.agent):
-            pool = self._sources.reach(message, travels, now)
-            if isinstance(pool, Connecting):
-                return pool
-            if pool is not None:
-                return PullReceiveLink(shm.NAME if near else nixl.NAME, self._memory, pool)
-        return zeromq.ZmqReceiveLink(self._memory, travels.dtype) if self._transport in ("auto", zeromq.NAME) else None
-
     # -- endings and timers -------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -469,11 +467,12 @@ class Receiver:
     def reading(self) -> bool:
         """Whether a read of a sender's pool is under way. Its completion does not wake the worker's poll, so the worker
         must check for it."""
-        return self._sources.connecting or any(incoming.pulls for incoming in self._incoming.values())
+        joining = self._links.groups is not None and self._links.groups.joining
+        return joining or self._sources.connecting or any(incoming.pulls for incoming in self._incoming.values())
 
-    def _uses(self) -> Iterator[tuple[SourcePool, float]]:
+    def _uses(self) -> Iterator[tuple[object, float]]:
         for incoming in self._incoming.values():
-            if isinstance(incoming.link, PullReceiveLink) and not self._settled(incoming):
+            if isinstance(incoming.link, (PullReceiveLink, CudaIpcReceiveLink)) and not self._settled(incoming):
                 yield incoming.link.source, incoming.session.progress_at
 
     def _fail(self, incoming: _Incoming, to: TransferState, reason: str, *, reply: bool = True) -> None:

@@ -11,23 +11,26 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import zmq
 
 from common.core.errors import Damaged, InvariantBroken, WireError
 from common.core.ids import BlockId, Incarnation, TransferId
-from common.kv.storage.host import KvMemory
-from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
+from common.kv.storage.cuda import Memory
+from common.kv.storage.device_calls import DeviceFailed, Event
+from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Open, Peer, Released, ToPrefill
 from common.net.peer_ban_list import PeerBanList
 from common.net.sockets import Channels, receive, send
 from kvtransfer.frames import FrameHeader, Rectangle
-from kvtransfer.links import nixl, pull, shm, zeromq
-from kvtransfer.links.base import SendLink
-from kvtransfer.links.pull import PullSendLink
+from kvtransfer.links import nccl
+from kvtransfer.links.base import LinkLost, SendLink
+from kvtransfer.links.choice import SendLinks
+from kvtransfer.outgoing import Computed, FirstTokens, Outgoing, PeerConnection
 from kvtransfer.peer_proof import proof, proven, proves
 from kvtransfer.session import SenderSession, TransferLimits, TransferState
+
+__all__ = ["FirstTokens", "SendFailed", "Sender", "Shipped"]
 
 log = logging.getLogger("tandem.kv")
 
@@ -43,17 +46,6 @@ milliseconds."""
 ASKING_BYTES = 16 << 20
 """Bytes beyond QUEUE_BYTES per peer for retransmissions of the oldest frame, which show whether the peer still
 receives."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokens:
-    """What Commit carries besides the counts: one entry per choice, and the ``figures`` of computing the prompt."""
-
-    ids: bytes
-    finish: tuple[int, ...]
-    stop_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs | None, ...]
-    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,76 +69,21 @@ class SendFailed:
     cancelled_by_peer: bool
 
 
-@dataclass(slots=True)
-class _PeerConnection:
-    """The connection to one decode incarnation.
-
-    ``handed`` counts the payload bytes given to the socket, ``passed`` those known to have arrived: a connection keeps
-    the order, so an acknowledged frame proves that everything before it has arrived too. ``asked`` counts the bytes of
-    retransmitted oldest frames since the last progress. ``used_at`` and ``heard_at`` are times in seconds.
-    """
-
-    socket: zmq.Socket[Any]
-    used_at: float
-    heard_at: float
-    peer: Peer
-    handed: int = 0
-    passed: int = 0
-    asked: int = 0
-
-    @property
-    def queued(self) -> int:
-        return self.handed - self.passed
-
-    def pass_on(self, end: int) -> None:
-        """Record that the first ``end`` bytes have arrived."""
-        if end > self.passed:
-            self.asked = max(0, self.asked - (end - self.passed))
-            self.passed = end
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """One hand-off. ``ends``: per unacknowledged frame, ``connection.handed`` just after it was first sent. ``seen``:
-    ``connection.passed`` when the timers last ran. ``commit_due``: send Commit (again) behind the frames that are
-    due."""
-
-    session: SenderSession
-    connection: _PeerConnection
-    table: Sequence[BlockId]
-    token: bytes
-    first: FirstTokens | None = None
-    finished_at: float = 0.0
-    commit_due: bool = False
-    ends: dict[int, int] = field(default_factory=dict)
-    seen: int = 0
-
-    def queued_behind_others(self) -> bool:
-        """Whether our oldest frame is queued behind frames of other hand-offs, of which some were acknowledged since
-        the last check."""
-        moved, self.seen = self.connection.passed > self.seen, self.connection.passed
-        return moved and next(iter(self.ends.values()), 0) > self.connection.passed
-
-    def passed(self, frame: int) -> None:
-        """Record that frames up to ``frame`` (inclusive) have arrived."""
-        while self.ends and (number := next(iter(self.ends))) <= frame:
-            self.connection.pass_on(self.ends.pop(number))
-
-
 class Sender:
-    """Sends KV to any number of decode workers. ``transport`` is auto, shm, zmq or nixl; the receiver chooses a link
-    that both sides allow. Raises StartError if ``transport`` is not available here."""
+    """Sends KV to any number of decode workers. ``transport`` is a ``--kv-transport``; the receiver chooses a link that
+    both sides allow. Process groups meet at ``host``. Raises StartError if ``transport`` is not available here."""
 
     def __init__(
         self,
         channels: Channels,
-        memory: KvMemory,
+        memory: Memory,
         incarnation: Incarnation,
         host_id: str,
         *,
         transport: str = "auto",
         limits: TransferLimits | None = None,
         queue_bytes: int = QUEUE_BYTES,
+        host: str = "127.0.0.1",
     ) -> None:
         self._channels, self._memory = channels, memory
         self._queue_bytes = queue_bytes
@@ -155,19 +92,11 @@ class Sender:
         """Part of the identity of our sockets. A ROUTER moves an identity to the latest peer that claims it, so that it
         must be unguessable."""
         self._limits = limits or TransferLimits()
-        self._transport = transport
-        self._endpoint = shm.PoolEndpoint(memory, incarnation) if transport in ("auto", shm.NAME) else None
-        self._nixl = nixl.NixlPoolEndpoint(memory, incarnation) if transport == nixl.NAME else None
-        self._links: dict[str, SendLink] = {
-            zeromq.NAME: zeromq.ZmqSendLink(memory),
-            shm.NAME: PullSendLink(
-                shm.NAME, memory, shm.ONE_PASS_GRAIN if memory.takes(memory) else pull.GRAIN, sums_later=True
-            ),
-        }
-        if self._nixl is not None:
-            self._links[nixl.NAME] = PullSendLink(nixl.NAME, memory)
-        self._connections: dict[Incarnation, _PeerConnection] = {}
-        self._outgoing: dict[TransferId, _Outgoing] = {}
+        self._links_here = SendLinks(memory, incarnation, transport, host)
+        self._links: dict[str, SendLink] = self._links_here.by_name
+        self._unsummed_bytes = UNSUMMED_BYTES if memory.kind == "host" else 0  # a GPU hashes beside its other work
+        self._connections: dict[Incarnation, PeerConnection] = {}
+        self._outgoing: dict[TransferId, Outgoing] = {}
         self._ended: list[Shipped | SendFailed] = []
         self._until = math.inf
         self.behind = False
@@ -198,16 +127,50 @@ class Sender:
         if self.ban_list.out(peer.incarnation):
             raise WireError(f"{peer.name} is banned: its messages made no sense")
         session = SenderSession(transfer, self._memory.layout, tokens, now, self._limits)
-        self._outgoing[transfer] = _Outgoing(session, self._connection(peer, now), table, peer.token)
+        self._outgoing[transfer] = Outgoing(session, self._connection(peer, now), table, peer.token)
         self._announce(transfer, now)
 
-    def computed(self, transfer: TransferId, table: Sequence[BlockId], tokens: int, layers: int, now: float) -> None:
+    def computed(
+        self,
+        transfer: TransferId,
+        table: Sequence[BlockId],
+        tokens: int,
+        layers: int,
+        now: float,
+        after: Event | None = None,
+    ) -> None:
         """Record that layers ``[0, layers)`` of tokens ``[0, tokens)`` are in the pool, and send the frames that are
-        full."""
+        full. ``after``: they are there only once this event of the pool (``PoolMemory.mark``) has ended."""
         if outgoing := self._outgoing.get(transfer):
             outgoing.table = table
-            outgoing.session.computed(tokens, layers)
+            if after is None and not outgoing.computing:
+                outgoing.session.computed(tokens, layers)
+            else:
+                outgoing.computing.append(Computed(after, tokens, layers))
+                self._follow(outgoing)
             self._push(outgoing, now)
+
+    def has_ended(self, event: Event | None) -> bool:
+        """Return whether an event of the pool has ended, or its work has failed."""
+        try:
+            return event is None or self._links_here.ended(event)
+        except DeviceFailed:
+            return True
+
+    def _follow(self, outgoing: Outgoing) -> None:
+        """Record the layers whose kernels have ended meanwhile. If they have failed the hand-off does; the worker's
+        next step will say more."""
+        while outgoing.computing:
+            oldest = outgoing.computing[0]
+            try:
+                if oldest.event is not None and not self._links_here.ended(oldest.event):
+                    return
+            except DeviceFailed as error:
+                outgoing.computing.clear()
+                self._lose(outgoing, f"the KV was not computed: {error}", cancelled_by_peer=False)
+                return
+            outgoing.computing.popleft()
+            outgoing.session.computed(oldest.tokens, oldest.layers)
 
     def finish(self, transfer: TransferId, first: FirstTokens, now: float) -> None:
         """Record the sampled first tokens; Commit is sent as soon as every frame has been."""
@@ -220,11 +183,14 @@ class Sender:
         again."""
         if self.granted(transfer):
             raise InvariantBroken(f"{transfer} is withdrawn after its grant")
+        if outgoing := self._outgoing.get(transfer):
+            outgoing.computing.clear()
         self.computed(transfer, [], 0, 0, now)
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
         """Give a transfer up; :meth:`pump` will not return it. Unknown transfers are ignored."""
         if outgoing := self._outgoing.pop(transfer, None):
+            self._forget(outgoing)
             outgoing.session.end(TransferState.CANCELLED, reason)
             send(outgoing.connection.socket, Cancel(transfer.request, transfer.attempt, reason))
 
@@ -236,7 +202,7 @@ class Sender:
         for outgoing in list(self._outgoing.values()):
             self._tick(outgoing, now)
         self.behind, self._until = False, self._channels.clock() + budget_s
-        for outgoing in [each for each in self._outgoing.values() if each.commit_due or self._may_send(each)]:
+        for outgoing in [each for each in list(self._outgoing.values()) if self._is_due(each)]:
             self._push_in_turn(outgoing, now)
         self._until = math.inf
         self._close_idle(now)
@@ -250,24 +216,22 @@ class Sender:
             self._channels.unregister(connection.socket)
             connection.socket.close(linger=200)  # so that the Cancel messages still leave
         self._connections.clear()
-        for endpoint in (self._endpoint, self._nixl):
-            if endpoint is not None:
-                endpoint.close()
+        self._links_here.close()
 
     # -- sockets ------------------------------------------------------------------------------------------------------
 
-    def _connection(self, peer: Peer, now: float) -> _PeerConnection:
+    def _connection(self, peer: Peer, now: float) -> PeerConnection:
         connection = self._connections.get(peer.incarnation)
         if connection is None:
             # the identity names both ends: a connection to an earlier process at this address is a different peer
             name = f"{self._incarnation}|{peer.incarnation}|{self._secret}".encode()
             socket = self._channels.dealer(peer.address, name, to="decode")
             self._channels.register(socket)
-            connection = self._connections[peer.incarnation] = _PeerConnection(socket, now, now, peer)
+            connection = self._connections[peer.incarnation] = PeerConnection(socket, now, now, peer)
         connection.used_at = now
         return connection
 
-    def _hang_up(self, connection: _PeerConnection, now: float) -> None:
+    def _hang_up(self, connection: PeerConnection, now: float) -> None:
         """Close the connection to a peer that hangs, with all that libzmq has queued for it. Its other hand-offs, which
         have not waited as long, get a new connection and retransmit what was in flight."""
         if connection.queued:  # else the worker may simply be gone
@@ -285,7 +249,7 @@ class Sender:
             if unused and not any(outgoing.connection is connection for outgoing in self._outgoing.values()):
                 self._close(connection)
 
-    def _drain(self, connection: _PeerConnection, now: float) -> None:
+    def _drain(self, connection: PeerConnection, now: float) -> None:
         while True:
             try:
                 message = receive(connection.socket, ToPrefill)
@@ -308,7 +272,7 @@ class Sender:
                 if connection.socket.closed:
                     return
 
-    def _bad(self, connection: _PeerConnection, why: str) -> bool:
+    def _bad(self, connection: PeerConnection, why: str) -> bool:
         """Strike a peer for an invalid message. True if that bans it, which ends all hand-offs to it."""
         self.bad_messages += 1
         if not self.ban_list.strike(connection.peer.incarnation):
@@ -319,25 +283,25 @@ class Sender:
         self._close(connection)
         return True
 
-    def _close(self, connection: _PeerConnection, linger_ms: int = 200) -> None:
+    def _close(self, connection: PeerConnection, linger_ms: int = 200) -> None:
         self._channels.unregister(connection.socket)
         connection.socket.close(linger=linger_ms)
         del self._connections[connection.peer.incarnation]
 
-    def _handle(self, outgoing: _Outgoing, message: Grant | Heard | Ack | Accept | Cancel, now: float) -> None:
+    def _handle(self, outgoing: Outgoing, message: Grant | Heard | Ack | Accept | Cancel, now: float) -> None:
         session = outgoing.session
         match message:
             case Grant() if not proves(message.proof, outgoing.token, session.transfer, "grant"):
                 self._bad(outgoing.connection, "a Grant without a valid proof")
                 return
             case Grant():
-                if message.link not in self._links or self._transport not in ("auto", message.link):
-                    self._lose(
-                        outgoing,
-                        f"decode wants link {message.link!r}, allowed is {self._transport}",
-                        cancelled_by_peer=False,
-                    )
+                if message.link not in self._links or message.link not in self._links_here.allowed:
+                    allowed = ", ".join(self._links_here.allowed)
+                    why = f"decode wants link {message.link!r}, allowed is {allowed}"
+                    self._lose(outgoing, why, cancelled_by_peer=False)
                     return
+                if self._links_here.groups is not None and message.link != nccl.NAME:
+                    self._links_here.groups.declined(session.transfer, now)
                 if message.have < session.tokens:
                     session.heard(message.step_ms / 1000, now)
                     grain = self._links[message.link].grain
@@ -369,46 +333,70 @@ class Sender:
             layout.fingerprint,
             layout.dtype,
             self._host_id,
-            self._endpoint.address if self._endpoint else "",
+            self._links_here.pool,
             self._memory.blocks,
             layout.block_size,
             layout.head_shards,
             proof(outgoing.token, transfer, "open"),
-            self._nixl.announcement if self._nixl else b"",
+            self._links_here.agent(transfer, outgoing.connection.peer.incarnation, now),
         )
         send(outgoing.connection.socket, message)
 
-    def _push_in_turn(self, outgoing: _Outgoing, now: float) -> None:
+    def _push_in_turn(self, outgoing: Outgoing, now: float) -> None:
         """Send, then move to the end of the queue if anything was sent: all get their turn even when time is short."""
         transfer, before = outgoing.session.transfer, outgoing.connection.handed
         self._push(outgoing, now)
         if outgoing.connection.handed > before:
             self._outgoing[transfer] = self._outgoing.pop(transfer)
 
-    def _push(self, outgoing: _Outgoing, now: float) -> None:
+    def _push(self, outgoing: Outgoing, now: float) -> None:
         session = outgoing.session
         while self._may_send(outgoing):
             if self._channels.clock() >= self._until:
                 self.behind = True
                 return
             asks, before = session.repeats_oldest, outgoing.connection.handed
-            if (what := session.next_cells()) is None:
+            if (what := outgoing.staged or session.next_cells()) is None:
                 raise InvariantBroken(f"{session.transfer} was ready to send and has nothing to send")
-            self._send_cells(outgoing, what)
+            try:
+                if not self._send_cells(outgoing, what):
+                    return
+            except LinkLost as error:
+                self._lose(outgoing, str(error), cancelled_by_peer=False)
+                return
             if asks:
                 outgoing.connection.asked += outgoing.connection.handed - before
-        if outgoing.first is not None and session.may_commit():
-            self._sum(outgoing)
+        self._push_commit(outgoing, now)
+
+    def _push_commit(self, outgoing: Outgoing, now: float) -> None:
+        """Send Commit if it is due: all is sent, the first tokens and all checksums are known."""
+        session = outgoing.session
+        if outgoing.first is not None and session.may_commit() and outgoing.staged is None:
+            try:
+                outgoing.summing = not self._sum(outgoing)
+            except LinkLost as error:
+                self._lose(outgoing, str(error), cancelled_by_peer=False)
+                return
+            if outgoing.summing:
+                return
             session.committed(now)
             outgoing.commit_due = True
         if outgoing.commit_due:
             outgoing.commit_due = False
             self._send_commit(outgoing)
 
-    def _may_send(self, outgoing: _Outgoing) -> bool:
-        return outgoing.session.ready and self._has_room(outgoing)
+    def _is_due(self, outgoing: Outgoing) -> bool:
+        """Whether there is something to do for this hand-off: to send, or to look whether the device has finished."""
+        if outgoing.computing:
+            self._follow(outgoing)
+        if outgoing.session.over:
+            return False
+        return outgoing.commit_due or outgoing.summing or outgoing.waits_for_device or self._may_send(outgoing)
 
-    def _has_room(self, outgoing: _Outgoing) -> bool:
+    def _may_send(self, outgoing: Outgoing) -> bool:
+        return (outgoing.staged is not None or outgoing.session.ready) and self._has_room(outgoing)
+
+    def _has_room(self, outgoing: Outgoing) -> bool:
         """Whether more may be queued for this peer. A hand-off with nothing in flight may always send a frame, and so
         may retransmissions of its oldest frame, up to ASKING_BYTES: if frames were lost, only these can drain the
         queue."""
@@ -419,10 +407,15 @@ class Sender:
             return True
         return connection.queued < self._queue_bytes - sum(each.queued for each in self._connections.values())
 
-    def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
+    def _send_cells(self, outgoing: Outgoing, what: Rectangle | FrameHeader) -> bool:
+        """Send one frame; False if its cells are still being copied from a device. Raises LinkLost."""
         cells = what.cells if isinstance(what, FrameHeader) else what
         session = outgoing.session
-        payload, size, checksum = self._links[session.link].payload(session.transfer, outgoing.table, cells)
+        made = self._links[session.link].payload(session.transfer, outgoing.table, cells)
+        outgoing.staged = what if made is None else None
+        if made is None:
+            return False
+        payload, size, checksum = made
         header = what if isinstance(what, FrameHeader) else session.sent(what, size, checksum)
         # libzmq copies small parts faster than it tracks them; large ones must not be copied again. If its queue is
         # full, the frame stays unacknowledged and the timer retransmits it
@@ -431,17 +424,23 @@ class Sender:
             connection.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
             connection.handed += memoryview(payload).nbytes
             outgoing.ends.setdefault(header.number, connection.handed)
-        self._sum(outgoing, UNSUMMED_BYTES)
+        self._sum(outgoing, self._unsummed_bytes)
+        return True
 
-    def _sum(self, outgoing: _Outgoing, but_bytes: int = 0) -> None:
-        """Compute checksums that the frames did not carry, until at most ``but_bytes`` of the last frames are without.
-        Done for Commit while decode copies the frames and after the first tokens were sent to the coordinator."""
+    def _sum(self, outgoing: Outgoing, but_bytes: int = 0) -> bool:
+        """Compute checksums that the frames did not carry, until at most ``but_bytes`` of the last frames are without;
+        False if a device is still computing one. Done for Commit while decode copies the frames and after the first
+        tokens were sent to the coordinator. Raises LinkLost."""
         session = outgoing.session
+        link = self._links[session.link]
         while session.unsummed and session.unsummed_bytes > but_bytes:
-            cells = session.unsummed[0].cells
-            session.summed(self._memory.checksum(outgoing.table, cells.tokens, cells.layers))
+            checksum = link.checksum(session.transfer, outgoing.table, session.unsummed[0].cells)
+            if checksum is None:
+                return False
+            session.summed(checksum)
+        return True
 
-    def _send_commit(self, outgoing: _Outgoing) -> None:
+    def _send_commit(self, outgoing: Outgoing) -> None:
         session, first = outgoing.session, outgoing.first
         assert first is not None
         commit = Commit(
@@ -463,31 +462,40 @@ class Sender:
 
     # -- endings and timers -------------------------------------------------------------------------------------------
 
-    def _tick(self, outgoing: _Outgoing, now: float) -> None:
+    def _tick(self, outgoing: Outgoing, now: float) -> None:
         session = outgoing.session
         if outgoing.queued_behind_others():
             session.waited(now)
+        session.waits_for_device = outgoing.waits_for_device
         if session.tick(now):
             outgoing.commit_due = True
         if session.state is TransferState.EXPIRED:
+            if self._links_here.groups is not None:
+                self._links_here.groups.failed(session.transfer, now)
             self._lose(outgoing, session.why_ended, cancelled_by_peer=False)
             if outgoing.connection.heard_at <= session.progress_at:
                 self._hang_up(outgoing.connection, now)
             return
         self._announce(session.transfer, now)
 
-    def _shipped(self, outgoing: _Outgoing) -> None:
+    def _shipped(self, outgoing: Outgoing) -> None:
         session = outgoing.session
         del self._outgoing[session.transfer]
+        self._forget(outgoing)
         seconds = session.accepted_at - session.granted_at
         exposed = max(0.0, session.accepted_at - max(outgoing.finished_at, session.granted_at))
         self._ended.append(Shipped(session.transfer, session.link, session.bytes, seconds, exposed))
         session.move(TransferState.RELEASED)
         send(outgoing.connection.socket, Released(session.transfer.request, session.transfer.attempt))
 
-    def _lose(self, outgoing: _Outgoing, reason: str, *, cancelled_by_peer: bool) -> None:
+    def _forget(self, outgoing: Outgoing) -> None:
+        for link in self._links.values():
+            link.forget(outgoing.session.transfer)
+
+    def _lose(self, outgoing: Outgoing, reason: str, *, cancelled_by_peer: bool) -> None:
         session = outgoing.session
         del self._outgoing[session.transfer]
+        self._forget(outgoing)
         session.end(TransferState.CANCELLED if cancelled_by_peer else TransferState.FAILED, reason)
         if not cancelled_by_peer:
             send(outgoing.connection.socket, Cancel(session.transfer.request, session.transfer.attempt, reason))

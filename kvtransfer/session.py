@@ -145,6 +145,9 @@ class SenderSession(Session):
         self._renew_at = now
         self._patience_s = limits.no_progress_s
         self._ticked_at = now
+        self.waits_for_device = False
+        """Whether a copy or checksum in this worker's GPU, which takes microseconds, holds the hand-off up. If it does
+        not end, the hand-off ends as if no answer came."""
 
     def heard(self, step_s: float, now: float) -> None:
         """Record an answer to an announcement (Open). ``step_s`` is the duration in seconds of decode's engine steps;
@@ -273,12 +276,16 @@ class SenderSession(Session):
         if away > 0:
             self.progress_at = min(now, self.progress_at + away)  # answers that arrived meanwhile have just been read
         asked = self.state in (TransferState.RESERVED, TransferState.COMMITTING) or bool(self._unacked)
+        asked = asked or self.waits_for_device
         if self.over or not asked:
             self.progress_at = now
             return False
         if now - self.progress_at > self._patience_s:
             waited = "blocks" if self.state is TransferState.RESERVED else "frames"
-            self.end(TransferState.EXPIRED, f"no answer about {waited} for {self._patience_s:.1f} s")
+            why = f"no answer about {waited} for {self._patience_s:.1f} s"
+            if self.waits_for_device:
+                why = f"this worker's GPU has not copied or hashed KV for {self._patience_s:.1f} s"
+            self.end(TransferState.EXPIRED, why)
             return False
         if self.state is TransferState.RESERVED:
             return False

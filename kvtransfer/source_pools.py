@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from common.core.errors import WireError
 from common.core.ids import Incarnation
 from common.kv.layout import KvLayout
+from common.kv.storage.cuda import AttachedCudaBlocks, DeviceDescriptors
+from common.kv.storage.device_calls import DeviceCalls, DeviceFailed
 from common.kv.storage.host import KvMemory
 from common.net.messages import Open
 from common.net.sockets import Channels
@@ -42,7 +44,7 @@ class _Source:
     """One pool, in one of three states: connected (``pool``, last used at ``used_at``), connecting (``connection``,
     until the deadline ``until``), or backing off (not tried before ``retry_at``). Times in seconds."""
 
-    pool: SourcePool | None = None
+    pool: SourcePool | AttachedCudaBlocks | None = None
     connection: shm.PoolConnection | nixl.NixlPoolConnection | None = None
     until: float = 0.0
     retry_at: float = 0.0
@@ -51,14 +53,23 @@ class _Source:
 
 
 class Sources:
-    """The pools announced to one receiver: read over NIXL with ``reader``, else mapped on this host. A pool that no
-    hand-off has used for ``lease_s``, as long as a hand-off may be silent, is released."""
+    """The pools announced to one receiver: read over NIXL with ``reader``, else mapped on this host, those in a GPU's
+    memory through ``calls``. A pool that no hand-off has used for ``lease_s``, as long as a hand-off may be silent, is
+    released."""
 
-    def __init__(self, channels: Channels, lease_s: float, reader: nixl.NixlReader | None = None) -> None:
-        self._channels, self.lease_s, self._reader = channels, lease_s, reader
+    def __init__(
+        self,
+        channels: Channels,
+        lease_s: float,
+        reader: nixl.NixlReader | None = None,
+        calls: DeviceCalls | None = None,
+    ) -> None:
+        self._channels, self.lease_s, self._reader, self._calls = channels, lease_s, reader, calls
         self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
 
-    def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Connecting | None:
+    def reach(
+        self, announced: Open, travels: KvLayout, now: float
+    ) -> SourcePool | AttachedCudaBlocks | Connecting | None:
         """Return the announced pool, whose KV has the element type of ``travels``; None if it cannot be reached now."""
         try:
             layout = replace(travels, block_size=announced.pool_block_size, head_shards=announced.pool_shards)
@@ -85,7 +96,7 @@ class Sources:
         """Whether a connection is pending whose completion wakes no poll."""
         return any(isinstance(source.connection, nixl.NixlPoolConnection) for source in self._sources.values())
 
-    def let_go(self, uses: Iterable[tuple[SourcePool, float]], now: float) -> None:
+    def let_go(self, uses: Iterable[tuple[object, float]], now: float) -> None:
         """Close pools that are no longer used and, while there are more than MAX_POOLS, those unused for longest.
         ``uses`` are the pools of all running hand-offs, each with the time of the hand-off's last progress."""
         heard: dict[int, float] = {}
@@ -129,12 +140,26 @@ class Sources:
                 if now > source.until:
                     raise OSError("the endpoint does not answer")
                 return
-            *_, layout, blocks = key
-            source.pool = KvMemory.attach(answer, layout, blocks) if isinstance(answer, int) else answer
+            source.pool = self._attached(key, answer)
             source.pause_s = PAUSE_S
-        except (OSError, ValueError, WireError) as error:
+        except (OSError, ValueError, WireError, DeviceFailed) as error:
             self._put_off(key, source, str(error), now)
         self._turn_away(source)
+
+    def _attached(
+        self, key: _PoolKey, answer: int | DeviceDescriptors | nixl.NixlPool
+    ) -> SourcePool | AttachedCudaBlocks:
+        *_, layout, blocks = key
+        match answer:
+            case int():
+                return KvMemory.attach(answer, layout, blocks)
+            case DeviceDescriptors():
+                if self._calls is None:
+                    answer.close()
+                    raise OSError("it is in the memory of a GPU, and this worker has none")
+                return AttachedCudaBlocks(answer, layout, blocks, self._calls)
+            case _:
+                return answer
 
     def _drop_if_lost(self, key: _PoolKey, source: _Source, now: float) -> None:
         if source.pool is not None and source.pool.lost:

@@ -20,12 +20,15 @@ import math
 from collections.abc import KeysView
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from common.core.errors import WireError
 from common.core.ids import Incarnation, SequenceId, TransferId, pack_tokens, transfer_holder
 from common.core.request import FinishReason
 from common.core.sequence import Batch, Sequence
 from common.engine.scheduler import Sampled
+from common.kv.storage.cuda import CudaMemory
+from common.kv.storage.device_calls import Event
 from common.kv.table import BlockTable
 from common.net.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing, Welcome
 from common.worker.loop import Worker
@@ -38,6 +41,8 @@ log = logging.getLogger("tandem.prefill")
 
 LOOK_S = 0.2
 """Least seconds between two calls of the sender while a step runs, which send computed layers and read messages."""
+LISTEN_S = 0.0005
+"""Longest wait for a message between two looks at what a GPU has computed."""
 BUDGET_S = 0.001
 """Seconds for moving KV between two looks at control messages."""
 
@@ -68,12 +73,14 @@ class PrefillWorker(Worker):
         self._ended: list[Shipped | SendFailed] = []
         self._output_history = OutputHistory()
         self._looked_at = 0.0
+        self._last_event: Event | None = None
         self.sender = Sender(
             self.channels,
             self.engine.memory,
             self.incarnation,
             self.settings.host_id,
             transport=self.settings.kv_transport,
+            host=urlsplit(self.settings.data_address).hostname or "127.0.0.1",
         )
         self.engine.on_layer = self._on_layer
 
@@ -157,12 +164,27 @@ class PrefillWorker(Worker):
         """Send what the running step has computed up to ``layer``, which is now in the pool, while the next layer is
         computed. This is done at most every LOOK_S and after the last layer: between two layers this code is cold in
         the caches, and running it costs a prompt more than sending its bytes."""
+        if isinstance(self.engine.memory, CudaMemory):
+            self._on_launched_layer(layer + 1, self.engine.memory)
+            return
         done, batch, now = layer + 1, self._batch, self.clock()
         if now - self._looked_at < LOOK_S and done < len(self.engine.layout.layers):
             return
         for segment, table in zip(batch.segments, batch.tables, strict=True):
             self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
         self._pump(now)
+
+    def _on_launched_layer(self, done: int, memory: CudaMemory) -> None:
+        """Note that the GPU has been told to compute ``done`` layers: they are sent once it has. After the last one,
+        send layers while the GPU computes the next, until only the last is left; then sampling is to be launched."""
+        batch, now, event = self._batch, self.clock(), memory.mark()
+        for segment, table in zip(batch.segments, batch.tables, strict=True):
+            self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now, event)
+        before, self._last_event = self._last_event, event
+        if done == len(self.engine.layout.layers) > 1:
+            while not self.sender.has_ended(before):
+                self._pump(self.clock())
+                self.channels.poll(LISTEN_S)
 
     def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
         """Send the first tokens of completed prompts to the coordinator before anything else, then hand over the KV."""

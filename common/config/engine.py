@@ -21,7 +21,9 @@ from common.config.options import (
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 Attention = Literal["auto", "native", "cpu", "torch", "triton", "flash"]
-KvTransport = Literal["auto", "shm", "zmq", "nixl"]
+KvTransport = Literal["auto", "shm", "zmq", "cuda-ipc", "nccl", "nixl"]
+PLAIN_TRANSPORTS = {"nixl": "UCX", "nccl": "NCCL"}
+"""Values of ``--kv-transport`` that neither encrypt nor authenticate, with what carries the bytes."""
 LocalPrefill = Literal["auto", "never", "always"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
@@ -126,9 +128,10 @@ class EngineOptions:
     )
     kv_transport: KvTransport = option(
         "auto",
-        "how KV gets from prefill to decode workers: shm (shared memory), zmq, nixl (decode reads it over "
-        "UCX), or auto (shm on one host, else zmq)",
-        one_of("auto", "shm", "zmq", "nixl"),
+        "how KV gets from prefill to decode workers: shm (shared memory), zmq, cuda-ipc (between GPUs of one "
+        "host), nccl (between GPUs, else zmq), nixl (decode reads it over UCX), or auto (shm or cuda-ipc on one "
+        "host, else zmq)",
+        one_of("auto", "shm", "zmq", "cuda-ipc", "nccl", "nixl"),
         "transfer",
     )
     threads: int | None = option(

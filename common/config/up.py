@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.coordinator import CoordinatorConfig
-from common.config.engine import EngineOptions
+from common.config.engine import PLAIN_TRANSPORTS, EngineOptions
 from common.config.options import (
     SWITCH,
     TEXT,
@@ -79,13 +79,13 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
     def check_binds(self) -> None:
         """Raise StartError if the system would be open to other machines, or to other users of this one, and this is
         not explicitly allowed. The processes always have keys, so ``insecure_cluster`` matters only for what keys
-        cannot protect (UCX)."""
+        cannot protect (UCX, NCCL)."""
         self._check_http()
-        if self.kv_transport == "nixl" and not (self.insecure_cluster and is_loopback(self.control_host)):
+        if self.kv_transport in PLAIN_TRANSPORTS and not (self.insecure_cluster and is_loopback(self.control_host)):
             raise StartError(
-                "--kv-transport nixl is not protected by keys",
-                "UCX accepts connections without keys: every user of this machine could read and "
-                "write the workers' memory",
+                f"--kv-transport {self.kv_transport} is not protected by keys",
+                f"{PLAIN_TRANSPORTS[self.kv_transport]} accepts connections without keys: every user of this machine "
+                "could read and write the workers' memory",
                 "give another --kv-transport, or, where all users are trusted, --insecure-cluster on loopback",
             )
         if is_loopback(self.control_host):

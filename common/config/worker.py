@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config.engine import EngineOptions
+from common.config.engine import PLAIN_TRANSPORTS, EngineOptions
 from common.config.options import (
     ADDRESS,
     TEXT,
@@ -81,10 +81,10 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
                 "run tandem keygen and give --cluster-key-file",
             )
         accepted = self.insecure_cluster and is_loopback(self.host) and is_loopback(self._dialled)
-        if self.kv_transport == "nixl" and self.encrypts_kv(keys) and not accepted:
+        if self.kv_transport in PLAIN_TRANSPORTS and self.encrypts_kv(keys) and not accepted:
             raise StartError(
-                "--kv-transport nixl cannot encrypt KV",
-                "UCX sends it in plain text, and there are cluster keys",
+                f"--kv-transport {self.kv_transport} cannot encrypt KV",
+                f"{PLAIN_TRANSPORTS[self.kv_transport]} sends it in plain text, and there are cluster keys",
                 "give --kv-encryption none on all prefill and decode workers, or another --kv-transport",
             )
         for host, flag in ((self.host, "--host"), (self._dialled, "--coordinator")):

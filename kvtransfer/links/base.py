@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.core.errors import Damaged, WireError
+from common.core.errors import Damaged, TandemError, WireError
 from common.core.ids import BlockId, TransferId
 from common.kv.convert import Bytes
 from common.kv.layout import KvDtype
@@ -18,6 +18,13 @@ from common.kv.storage.host import KvMemory
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, checksum_of
 
 Payload = bytes | memoryview
+Made = tuple[Payload, int, int]
+"""The payload behind a header, the canonical size of its cells in bytes, and their checksum, or ``UNSAID`` if it is to
+be computed later."""
+
+
+class LinkLost(TandemError):
+    """A link of the sender cannot send this hand-off any more; it fails, and the request is placed again."""
 
 
 class SendLink(Protocol):
@@ -30,12 +37,22 @@ class SendLink(Protocol):
     name: str
     grain: int
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        """Return the payload behind the header, the canonical size of the cells in bytes, and their checksum, or
-        ``UNSAID`` if it is to be computed later.
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made | None:
+        """Make the payload of one frame; None while its cells are being copied from a device: call again with the same
+        arguments, and for this transfer with no others before.
 
-        Called again for each retransmission. Must not raise: an undeliverable payload counts as a lost frame.
+        Called again for each retransmission. Raises nothing but LinkLost: any other undeliverable payload counts as a
+        lost frame.
         """
+        ...
+
+    def checksum(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> int | None:
+        """Return the checksum of cells that :meth:`payload` has left unsaid; None while it is being computed: call
+        again as above. Raises LinkLost."""
+        ...
+
+    def forget(self, transfer: TransferId) -> None:
+        """Release what is kept for a transfer that has ended."""
         ...
 
 

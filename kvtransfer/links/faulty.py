@@ -20,7 +20,7 @@ from common.core.ids import BlockId, TransferId
 from common.net.keys import Party
 from common.net.sockets import Channels
 from kvtransfer.frames import Rectangle
-from kvtransfer.links.base import Payload, SendLink
+from kvtransfer.links.base import Made, SendLink
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,19 @@ class FaultyLink:
         self.happened: Counter[str] = Counter()
         self._before = b""
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        payload, size, checksum = self.inner.payload(transfer, table, cells)
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made | None:
+        if (made := self.inner.payload(transfer, table, cells)) is None:
+            return None
+        payload, size, checksum = made
         right = bytes(payload)
         sent, self._before = self._spoiled(right), right
         return sent, size, checksum
+
+    def checksum(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> int | None:
+        return self.inner.checksum(transfer, table, cells)
+
+    def forget(self, transfer: TransferId) -> None:
+        self.inner.forget(transfer)
 
     def _spoiled(self, right: bytes) -> bytes:
         if self._before not in (b"", right) and self.rng.random() < self.rates.swap:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,11 @@ from common.core.errors import Damaged, WireError
 from common.core.ids import REQUEST_ID_BYTES, BlockId, TransferId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
+from common.kv.storage.base import PoolMemory
 from common.kv.storage.host import BlockArray, KvMemory
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
-from kvtransfer.links.base import Payload, compare, placed
+from kvtransfer.links.base import Made, Payload, compare
+from kvtransfer.links.stages import BlockWriter, HostWriter
 
 T = TypeVar("T")
 GRAIN = 2
@@ -43,26 +45,72 @@ class Reading(ABC, Generic[T]):
 
 
 class PullSendLink:
-    """Sends directions instead of bytes: the blocks' generations (uint64 each), then their ids (uint32 each), then a
-    checksum of the directions. With ``sums_later`` the KV bytes are not read now; only Commit covers them."""
+    """Sends :func:`directions_to` the cells instead of bytes. With ``sums_later`` the KV bytes are not read now; only
+    Commit covers them."""
 
     def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN, *, sums_later: bool = False) -> None:
         self.name, self.memory, self.grain, self.sums_later = name, memory, grain, sums_later
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        block_size = self.memory.layout.block_size
-        blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
-        ids = np.asarray(blocks, "<u4")
-        generations = self.memory.generations[ids].astype("<u8")
-        checksum = UNSAID if self.sums_later else self.memory.checksum(table, cells.tokens, cells.layers)
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made:
+        checksum = UNSAID if self.sums_later else self.checksum(transfer, table, cells)
         size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
-        return signed(generations.tobytes() + ids.tobytes(), transfer, cells, checksum), size, checksum
+        return directions_to(self.memory, transfer, table, cells, checksum), size, checksum
+
+    def checksum(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> int:
+        return self.memory.checksum(table, cells.tokens, cells.layers)
+
+    def forget(self, transfer: TransferId) -> None: ...
+
+
+def directions_to(
+    memory: PoolMemory, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle, checksum: int
+) -> bytes:
+    """Return directions to these cells in ``memory``: the blocks' generations (uint64 each), then their ids (uint32
+    each), then a checksum of the directions."""
+    block_size = memory.layout.block_size
+    ids = np.asarray(table[cells.first_token // block_size : -(-cells.last_token // block_size)], "<u4")
+    generations = memory.generations[ids].astype("<u8")
+    return signed(generations.tobytes() + ids.tobytes(), transfer, cells, checksum)
 
 
 def signed(directions: bytes, transfer: TransferId, cells: Rectangle, checksum: int) -> bytes:
     """Return ``directions`` to these cells followed by their own checksum, which also covers ``checksum``, that of the
     cells (or ``UNSAID``). It tells the receiver whether wrong directions are the fault of the network or the sender."""
     return directions + _signature(directions, transfer, cells, checksum)
+
+
+class Directions(NamedTuple):
+    """Where the cells of a frame are in the sender's pool: the ids of their blocks (int64 [n]), the generations that
+    these must have, and the positions of the cells' tokens in a sequence of only these blocks."""
+
+    ids: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    tokens: range
+
+
+def read_directions(header: FrameHeader, payload: memoryview, block_size: int, blocks: int) -> Directions:
+    """Return the directions in ``payload`` to a pool of ``blocks`` blocks of ``block_size`` tokens. Raises Damaged if
+    they fail their checksum, WireError if they lead nowhere."""
+    cells = header.cells
+    first = cells.first_token // block_size
+    count = -(-cells.last_token // block_size) - first
+    directions = verified(header, payload)
+    if len(directions) != 12 * count:
+        raise WireError(f"directions of {len(directions)} bytes for {count} blocks")
+    generations = np.frombuffer(directions, "<u8", count)
+    ids = np.frombuffer(directions, "<u4", count, 8 * count).astype(np.int64)
+    if int(ids.max()) >= blocks:
+        raise WireError(f"block {int(ids.max())} of a pool of {blocks}")
+    shift = first * block_size
+    return Directions(ids, generations, range(cells.first_token - shift, cells.last_token - shift))
+
+
+def verified(header: FrameHeader, payload: memoryview) -> memoryview:
+    """Return the directions in ``payload`` without their checksum; raises Damaged if it is wrong."""
+    directions = payload[:-_CHECKSUM_BYTES]
+    if payload[-_CHECKSUM_BYTES:] != _signature(directions, header.transfer, header.cells, header.checksum):
+        raise Damaged(f"the directions of frame {header.number} of {header.transfer} fail their checksum")
+    return directions
 
 
 def _signature(directions: Payload, transfer: TransferId, cells: Rectangle, checksum: int) -> bytes:
@@ -98,11 +146,18 @@ class PullReceiveLink:
     """Pulls from ``source``, the sender's pool (whose block layout may differ), into ``memory``.
 
     From a mapped pool whose rows have the same bytes, each row is copied once, to its place, and the checksum is
-    computed over what was written. From any other pool a copy is made, verified and then written into blocks.
+    computed over what was written. From any other pool, or into blocks that ``writer`` writes elsewhere, a copy is
+    made, verified and then written into blocks.
     """
 
-    def __init__(self, name: str, memory: KvMemory, source: SourcePool) -> None:
+    def __init__(
+        self, name: str, memory: KvMemory | None, source: SourcePool, writer: BlockWriter | None = None
+    ) -> None:
         self.name, self.memory, self.source = name, memory, source
+        if writer is None:
+            assert memory is not None
+            writer = HostWriter(memory)
+        self._writer = writer
         self._pulls: Generator[None, None, int] | None = None
 
     @property
@@ -129,34 +184,22 @@ class PullReceiveLink:
 
     def _pull(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> Generator[None, None, int]:
         """Pull one frame; yields while a read is under way, and returns the checksum of the cells."""
-        cells, block_size = header.cells, self.source.layout.block_size
-        first = cells.first_token // block_size
-        count = -(-cells.last_token // block_size) - first
-        directions = payload[:-_CHECKSUM_BYTES]
-        if payload[-_CHECKSUM_BYTES:] != _signature(directions, header.transfer, cells, header.checksum):
-            raise Damaged(f"the directions of frame {header.number} of {header.transfer} fail their checksum")
-        if len(directions) != 12 * count:
-            raise WireError(f"directions of {len(directions)} bytes for {count} blocks")
-        generations = np.frombuffer(directions, "<u8", count)
-        ids = np.frombuffer(directions, "<u4", count, 8 * count).astype(np.int64)
-        if int(ids.max()) >= self.source.blocks:
-            raise WireError(f"block {int(ids.max())} of a pool of {self.source.blocks}")
-        shift = first * block_size
-        tokens = range(cells.first_token - shift, cells.last_token - shift)
-        yield from self._check(ids, generations)
-        if isinstance(self.source, BlockArray) and self.memory.takes(self.source):
-            checksum = self.memory.take(table, cells.tokens, cells.layers, self.source, ids)
-            yield from self._check(ids, generations)
+        cells = header.cells
+        where = read_directions(header, payload, self.source.layout.block_size, self.source.blocks)
+        yield from self._check(where)
+        if self.memory is not None and isinstance(self.source, BlockArray) and self.memory.takes(self.source):
+            checksum = self.memory.take(table, cells.tokens, cells.layers, self.source, where.ids)
+            yield from self._check(where)
             size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
             compare(header, checksum, size)
             return checksum
-        data = yield from _had(self.source.read(ids, tokens, cells.layers))
-        yield from self._check(ids, generations)
-        return placed(header, data, self.source.layout.dtype, self.memory, table)
+        data = yield from _had(self.source.read(where.ids, where.tokens, cells.layers))
+        yield from self._check(where)
+        return (yield from self._writer.write(header, data, self.source.layout.dtype, table))
 
-    def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Generator[None]:
-        now = yield from _had(self.source.generations_of(ids))
-        if not np.array_equal(now, generations):
+    def _check(self, where: Directions) -> Generator[None]:
+        now = yield from _had(self.source.generations_of(where.ids))
+        if not np.array_equal(now, where.generations):
             raise Damaged("the sender reused a block while it was read")
 
 

@@ -1,9 +1,10 @@
 """The link on one host: the receiver maps the sender's pool read-only and pulls, as in :mod:`kvtransfer.links.pull`.
 
 The pool's descriptor is handed out at an *endpoint*, an abstract Unix socket that serves processes of the same user
-only. The receiver checks the endpoint's user too, since anyone may take the socket's name once its owner has died. Both
-get the other's user from the kernel. The endpoint has a thread of its own because the sender's engine may be in the
-middle of a long step when a receiver connects.
+only. The endpoint of a pool in a GPU's memory hands out two, for :mod:`kvtransfer.links.cuda_ipc`. The receiver checks
+the endpoint's user too, since anyone may take the socket's name once its owner has died. Both get the other's user from
+the kernel. The endpoint has a thread of its own because the sender's engine may be in the middle of a long step when a
+receiver connects.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import struct
 import threading
 
 from common.core.ids import Incarnation
+from common.kv.storage.cuda import CudaMemory, DeviceDescriptors
 from common.kv.storage.host import KvMemory
 
 log = logging.getLogger("tandem.kv")
@@ -25,6 +27,8 @@ ONE_PASS_GRAIN = 4
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
 """Pause after a failed accept (no descriptors or memory), much shorter than a client's timeout."""
+_HOST, _CUDA = b"pool", struct.Struct("<4sQ")
+"""What comes with the descriptors: of host memory, and ("cuda", bytes of the slab) of a GPU's."""
 
 
 def _is_of_this_user(peer: socket.socket) -> bool:
@@ -34,11 +38,17 @@ def _is_of_this_user(peer: socket.socket) -> bool:
 
 
 class PoolEndpoint:
-    """Hands the descriptor of ``memory`` to processes of the same user that connect to :attr:`address`."""
+    """Hands the descriptors of ``memory`` to processes of the same user that connect to :attr:`address`. Raises
+    DeviceFailed if the memory of this GPU cannot be handed out."""
 
-    def __init__(self, memory: KvMemory, incarnation: Incarnation) -> None:
+    def __init__(self, memory: KvMemory | CudaMemory, incarnation: Incarnation) -> None:
         self.address = f"tandem-kv-{incarnation}"
-        self._fd = memory.fd
+        if isinstance(memory, KvMemory):
+            self._exported, self._descriptors, self._words = None, [memory.fd], _HOST
+        else:  # exported here, since the GPU's driver is called by one thread only
+            self._exported = memory.descriptors()
+            self._descriptors = [self._exported.generations, self._exported.slab]
+            self._words = _CUDA.pack(b"cuda", self._exported.slab_bytes)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(socket.SOMAXCONN)
@@ -61,7 +71,7 @@ class PoolEndpoint:
             with peer:
                 if _is_of_this_user(peer):
                     try:
-                        socket.send_fds(peer, [b"pool"], [self._fd])
+                        socket.send_fds(peer, [self._words], self._descriptors)
                     except OSError:  # the client has disconnected
                         continue
 
@@ -72,6 +82,8 @@ class PoolEndpoint:
         finally:
             self._socket.close()
             self._thread.join()
+            if self._exported is not None:
+                self._exported.close()
 
 
 class PoolConnection:
@@ -92,16 +104,20 @@ class PoolConnection:
         """Return the descriptor to poll; it becomes readable when the endpoint has answered."""
         return self._visitor.fileno()
 
-    def answer(self) -> int | None:
-        """Return the pool's descriptor, which the caller then owns; None until the endpoint has answered. Raises
-        OSError if it is refused."""
+    def answer(self) -> int | DeviceDescriptors | None:
+        """Return the pool's descriptors, which the caller then owns: one of host memory, or those of a GPU's. None
+        until the endpoint has answered. Raises OSError if it is refused."""
         try:
-            _, descriptors, _, _ = socket.recv_fds(self._visitor, 16, 1)
+            words, descriptors, _, _ = socket.recv_fds(self._visitor, 16, 2)
         except BlockingIOError:
             return None
-        if len(descriptors) != 1:
-            raise OSError("the endpoint sent no descriptor")
-        return descriptors[0]
+        if len(descriptors) == 1 and words == _HOST:
+            return descriptors[0]
+        if len(descriptors) == 2 and len(words) == _CUDA.size and words.startswith(b"cuda"):
+            return DeviceDescriptors(descriptors[0], descriptors[1], _CUDA.unpack(words)[1])
+        for each in descriptors:
+            os.close(each)
+        raise OSError("the endpoint sent no descriptors of a pool")
 
     def close(self) -> None:
         self._visitor.close()

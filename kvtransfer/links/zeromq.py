@@ -10,7 +10,7 @@ from common.core.ids import BlockId, TransferId
 from common.kv.layout import KvDtype
 from common.kv.storage.host import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
-from kvtransfer.links.base import Payload, placed
+from kvtransfer.links.base import Made, placed
 
 NAME = "zmq"
 
@@ -23,9 +23,14 @@ class ZmqSendLink:
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made:
         data = self.memory.read(table, cells.tokens, cells.layers)
         return data.data, data.nbytes, checksum_of(data)
+
+    def checksum(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> int:
+        return self.memory.checksum(table, cells.tokens, cells.layers)
+
+    def forget(self, transfer: TransferId) -> None: ...
 
 
 class ZmqReceiveLink:

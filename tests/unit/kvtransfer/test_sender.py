@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ from common.net.wire import decode, encode
 from kvtransfer import sender as sending
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import zeromq
-from kvtransfer.links.base import Payload, SendLink
+from kvtransfer.links.base import Made, SendLink
+from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.peer_proof import proof
 from kvtransfer.sender import Sender, SendFailed
 from kvtransfer.session import TransferLimits
@@ -35,18 +37,18 @@ TOKEN = b"known to both ends"
 TURN_S = 0.05
 
 
-class Counting:
+class Counting(FaultyLink):
     """A link that counts the payload bytes it hands over."""
 
-    name, grain = zeromq.NAME, 1
-
     def __init__(self, inner: SendLink) -> None:
-        self.inner, self.handed_bytes = inner, 0
+        super().__init__(inner, FaultRates(), Random(0))
+        self.handed_bytes = 0
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        payload, size, checksum = self.inner.payload(transfer, table, cells)
-        self.handed_bytes += memoryview(payload).nbytes
-        return payload, size, checksum
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made | None:
+        made = self.inner.payload(transfer, table, cells)
+        assert made is not None
+        self.handed_bytes += memoryview(made[0]).nbytes
+        return made
 
 
 class SenderSetup:

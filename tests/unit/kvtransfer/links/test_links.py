@@ -28,7 +28,8 @@ from common.core.errors import Damaged, StartError, WireError
 from common.core.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
 from common.kv import pieces
 from common.kv.convert import converted
-from common.kv.layout import KvLayout, LayerLayout
+from common.kv.layout import KvDtype, KvLayout, LayerLayout
+from common.kv.storage.cuda import AttachedCudaBlocks
 from common.kv.storage.host import KvMemory
 from common.net.messages import Accept, Ack, Open, Peer, ToDecode
 from common.net.sockets import MAX_FRAME_BYTES, Channels
@@ -36,14 +37,18 @@ from common.net.wire import MAX_HANDOFF_BYTES, decode
 from kvtransfer import receiver, sender
 from kvtransfer.flow_control import TRANSFER_BYTES
 from kvtransfer.frames import FrameHeader, Rectangle
-from kvtransfer.links import memory, nixl, shm, zeromq
-from kvtransfer.links.base import Payload, ReceiveLink, SendLink
+from kvtransfer.links import cuda_ipc, memory, nccl, nixl, shm, zeromq
+from kvtransfer.links.base import Made, Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
+from kvtransfer.links.landings import LandingBuffers
+from kvtransfer.links.pinned import PinnedReceiveLink, PinnedSendLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, signed
+from kvtransfer.links.stages import DeviceWriter, Staging
 from kvtransfer.receiver import Landed, Receiver, TransferFailed
 from kvtransfer.sender import FirstTokens, Sender, SendFailed, Shipped
 from kvtransfer.session import TransferLimits
 from kvtransfer.source_pools import PAUSE_S
+from tests.fakes.device_calls import FakeGpuMemory
 from tests.pace import scaled
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
@@ -57,14 +62,19 @@ TARGET_TABLES = {32: [BlockId(b) for b in (2, 4, 0)], 16: [BlockId(b) for b in (
 class LinkedPools:
     """The pools of a sender and a receiver, mostly with different layouts, and a link between them."""
 
-    source: KvMemory
-    target: KvMemory
+    source: KvMemory | FakeGpuMemory
+    target: KvMemory | FakeGpuMemory
     sending: SendLink
     receiving: ReceiveLink
 
+    def payload(self, cells: Rectangle) -> Made:
+        while (made := self.sending.payload(TRANSFER, SOURCE_TABLE, cells)) is None:
+            pass
+        return made
+
     def carry(self, cells: Rectangle, payload: bytes | None = None) -> None:
         """Carry one frame from the sender to the receiver; ``payload`` replaces the correct one."""
-        right, size, checksum = self.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+        right, size, checksum = self.payload(cells)
         header = FrameHeader(TRANSFER, 0, cells, size, checksum)
         self.place(header, bytes(right) if payload is None else payload)
 
@@ -100,11 +110,12 @@ needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nix
 
 def pairs(*links: str) -> list[Any]:
     """Return each link with each pair of pools as test parameters."""
-    marks = {"nixl": [needs_nixl, pytest.mark.torch]}
+    marks = {"nixl": [needs_nixl, pytest.mark.torch], "nccl": [pytest.mark.torch]}
     return [
         pytest.param((link, pools), marks=marks.get(link, ()), id=f"{link}-{pools}")
         for link in links
-        for pools in POOLS
+        for pools, (source, target) in POOLS.items()
+        if source.dtype == target.dtype or link not in ("cuda-ipc", "nccl")
     ]
 
 
@@ -133,34 +144,105 @@ def had(reading: Reading[T]) -> T:
     return what
 
 
-@pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl"))
+ON_GPUS = {"cuda-ipc": "both", "nccl": "both", "pinned": "both", "from-gpu": "source", "to-gpu": "target"}
+ON_GPUS["shm-to-gpu"] = "target"
+"""Which pools of a link are in the memory of a (fake) GPU."""
+
+
+def pool(link: str, end: str, layout: KvLayout, blocks: int) -> KvMemory | FakeGpuMemory:
+    return FakeGpuMemory(layout, blocks) if ON_GPUS.get(link) in ("both", end) else KvMemory(layout, blocks)
+
+
+@pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl", *ON_GPUS))
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkedPools]:
     link, pools = request.param
     if pools == "uncompiled":
         monkeypatch.setattr(pieces, "_compiled", lambda: None)
-    source, target = (KvMemory(layout, blocks) for layout, blocks in zip(POOLS[pools], (8, 8), strict=True))
+    source, target = pool(link, "source", POOLS[pools][0], 8), pool(link, "target", POOLS[pools][1], 8)
     source.raw[:] = np.random.default_rng(7).integers(0, 256, source.raw.shape, np.uint8)
     source.generations[:] = np.arange(8) + 100
     target.raw[:] = 0xEE
-    if link == "zmq":
-        yield LinkedPools(
-            source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype)
-        )
-    elif link == "nixl":
-        owner = new_incarnation()
-        endpoint, reader = nixl.NixlPoolEndpoint(source, owner), nixl.NixlReader(new_incarnation())
-        pool = reached(reader, owner, endpoint.announcement, source)
-        yield LinkedPools(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
-        pool.close()
-        reader.close()
-        endpoint.close()
-    else:
-        descriptor = os.dup(source.fd) if link == "shm" else connected(memory.Pools(), source)
-        mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
-        yield LinkedPools(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
-        mapped.close()
-    source.close()
-    target.close()
+    with contextlib.ExitStack() as closing:
+        closing.callback(target.close)
+        closing.callback(source.close)
+        yield LinkedPools(source, target, *halves(link, source, target, closing))
+
+
+def halves(link: str, source: Any, target: Any, closing: contextlib.ExitStack) -> tuple[SendLink, ReceiveLink]:
+    """Return both halves of ``link``; ``closing`` closes what they use."""
+    sends, receives = Halves(source, closing), Halves(target, closing)
+    match link:
+        case "zmq":
+            return zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype)
+        case "pinned":
+            return sends.pinned(), receives.pinned_receiver(source.layout.dtype)
+        case "from-gpu":
+            return sends.pinned(), zeromq.ZmqReceiveLink(target, source.layout.dtype)
+        case "to-gpu":
+            return zeromq.ZmqSendLink(source), receives.pinned_receiver(source.layout.dtype)
+        case "nixl":
+            owner = new_incarnation()
+            endpoint, reader = nixl.NixlPoolEndpoint(source, owner), nixl.NixlReader(new_incarnation())
+            closing.callback(endpoint.close)
+            closing.callback(reader.close)
+            read = reached(reader, owner, endpoint.announcement, source)
+            closing.callback(read.close)
+            return PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, read)
+        case "cuda-ipc":
+            there = AttachedCudaBlocks(source.descriptors(), source.layout, source.blocks, target.device)
+            closing.callback(there.close)
+            return (
+                cuda_ipc.CudaIpcSendLink(source, sends.landings()),
+                cuda_ipc.CudaIpcReceiveLink(target, there, receives.landings(), None),
+            )
+        case "nccl":
+            return grouped(source, target, sends, receives, closing)
+        case _:
+            descriptor = connected(memory.Pools(), source) if link == "memory" else os.dup(source.fd)
+            mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
+            closing.callback(mapped.close)
+            if link == "shm-to-gpu":
+                writer = DeviceWriter(target, receives.pinned_buffers(), None)
+                return PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, None, mapped, writer)
+            return PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped)
+
+
+class Halves:
+    """The buffers of one end of a link to or from a GPU, which ``closing`` closes."""
+
+    def __init__(self, memory: Any, closing: contextlib.ExitStack) -> None:
+        self.memory, self.closing = memory, closing
+
+    def pinned_buffers(self) -> Staging:
+        pinned = Staging(self.memory.device, self.memory.device.host_pin)
+        self.closing.callback(pinned.close)
+        return pinned
+
+    def pinned(self) -> PinnedSendLink:
+        return PinnedSendLink(self.memory, self.pinned_buffers())
+
+    def pinned_receiver(self, dtype: KvDtype) -> PinnedReceiveLink:
+        return PinnedReceiveLink(DeviceWriter(self.memory, self.pinned_buffers(), None), dtype)
+
+    def landings(self) -> LandingBuffers:
+        landings = LandingBuffers(self.memory.device)
+        self.closing.callback(landings.close)
+        return landings
+
+
+def grouped(
+    source: Any, target: Any, sends: Halves, receives: Halves, closing: contextlib.ExitStack
+) -> tuple[SendLink, ReceiveLink]:
+    there, here = sends.landings(), receives.landings()
+    sending = nccl.SenderGroups(source.device, there, "127.0.0.1")
+    receiving = nccl.ReceiverGroups(target.device, here)
+    closing.callback(sending.close)
+    closing.callback(receiving.close)
+    agent, until = sending.bind(TRANSFER, Incarnation("decode"), 0.0), time.monotonic() + scaled(20.0)
+    while (end := receiving.reach(Incarnation("prefill"), agent, 0.0)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return nccl.NcclSendLink(source, there, sending), nccl.NcclReceiveLink(target, TRANSFER, end, here, None)
 
 
 CELLS = [
@@ -184,7 +266,7 @@ def test_exactly_the_named_cells_arrive(pair: LinkedPools, cells: Rectangle) -> 
 
 def test_the_sizes_said_are_canonical(pair: LinkedPools) -> None:
     for cells in CELLS:
-        _, size, _ = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+        _, size, _ = pair.payload(cells)
         assert size == pair.source.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
 
 
@@ -194,8 +276,9 @@ def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Li
     faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
     pair.sending = faulty
     if fault == "swap":
-        faulty.payload(TRANSFER, SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # the payload that replaces the next one
-    for _ in range(50 if fault != "swap" else 1):
+        pair.payload(Rectangle(0, 3, 48, 96))  # the payload that replaces the next one
+    times = 8 if pair.sending.name == "nccl" else 50  # each of its sends keeps a buffer until a frame says that it came
+    for _ in range(times if fault != "swap" else 1):
         with pytest.raises(Damaged):
             pair.carry(Rectangle(0, 3, 0, 32))
     assert faulty.happened[fault] and not pair.written()
@@ -218,21 +301,22 @@ def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: LinkedPools) -> 
     assert not pair.sending.happened and pair.written()
 
 
-@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl", "cuda-ipc"), indirect=True)
 def test_a_block_reused_before_it_was_pulled_is_not_read(pair: LinkedPools) -> None:
     cells = Rectangle(0, 3, 0, 32)
-    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    payload, size, checksum = pair.payload(cells)
     pair.source.generations[SOURCE_TABLE[1]] += 1
     with pytest.raises(Damaged, match="reused"):
         pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), bytes(payload))
     assert not pair.written()
 
 
-@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl", "cuda-ipc"), indirect=True)
 def test_a_block_reused_while_it_is_pulled_is_dropped(pair: LinkedPools, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(pair.receiving, PullReceiveLink)
-    cells, copied = Rectangle(0, 3, 8, 40), pair.target.takes(pair.source) and pair.receiving.name != "nixl"
+    assert isinstance(pair.receiving, (PullReceiveLink, cuda_ipc.CudaIpcReceiveLink))
+    cells, copied = Rectangle(0, 3, 8, 40), pair.receiving.name == "shm" and pair.target.takes(pair.source)
     puller, name = (pair.target, "take") if copied else (pair.receiving.source, "read")
+    name = "gather" if pair.receiving.name == "cuda-ipc" else name
     pull = getattr(puller, name)
 
     def pull_and_reuse(*arguments: object) -> object:
@@ -251,7 +335,7 @@ def test_a_block_reused_while_it_is_pulled_is_dropped(pair: LinkedPools, monkeyp
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: LinkedPools) -> None:
     cells = Rectangle(0, 3, 8, 40)
-    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    payload, size, checksum = pair.payload(cells)
     pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
     header = FrameHeader(TRANSFER, 0, cells, size, checksum)
     with pytest.raises(Damaged, match="checksum"):
@@ -269,7 +353,7 @@ def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: LinkedPool
 @pytest.mark.parametrize("pair", pairs("shm", "memory"), indirect=True)
 def test_a_size_that_is_not_that_of_the_cells_is_its_senders_fault(pair: LinkedPools) -> None:
     cells = Rectangle(0, 3, 8, 40)
-    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    payload, size, checksum = pair.payload(cells)
     with pytest.raises(WireError, match="announced") as caught:
         pair.place(FrameHeader(TRANSFER, 0, cells, size + 4, checksum), bytes(payload))
     pair.wipe(cells)
@@ -293,10 +377,10 @@ def leading(payload: Payload, transfer: TransferId, cells: Rectangle, checksum: 
 
 
 @pytest.mark.parametrize("to", NOWHERE)
-@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl", "cuda-ipc"), indirect=True)
 def test_directions_that_lead_nowhere_are_their_senders_fault(pair: LinkedPools, to: str) -> None:
     cells = Rectangle(0, 3, 0, 32)
-    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    payload, size, checksum = pair.payload(cells)
     with pytest.raises(WireError, match="block") as caught:
         pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, TRANSFER, cells, checksum, to))
     assert not isinstance(caught.value, Damaged) and not pair.written()
@@ -304,39 +388,53 @@ def test_directions_that_lead_nowhere_are_their_senders_fault(pair: LinkedPools,
     assert pair.written()
 
 
-class Lying:
+class Lying(FaultyLink):
     """A link whose payloads refer to blocks that do not exist."""
 
     def __init__(self, inner: SendLink, to: str) -> None:
-        self.name, self.grain, self.inner, self.to = inner.name, inner.grain, inner, to
+        super().__init__(inner, FaultRates(), Random(0))
+        self.to = to
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        payload, size, checksum = self.inner.payload(transfer, table, cells)
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made | None:
+        made = self.inner.payload(transfer, table, cells)
+        assert made is not None
+        payload, size, checksum = made
         return leading(payload, transfer, cells, checksum, self.to), size, checksum
 
 
-class Failing:
+class Failing(FaultyLink):
     """A link that delivers ``right`` payloads unchanged and corrupts all later ones."""
 
     def __init__(self, inner: SendLink, right: int) -> None:
-        self.name, self.grain, self.inner, self.left = inner.name, inner.grain, inner, right
-        self.faulty = FaultyLink(inner, FaultRates(corrupt=1.0), Random(1))
+        super().__init__(inner, FaultRates(corrupt=1.0), Random(1))
+        self.left = right
 
-    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        self.left -= 1
-        return (self.inner if self.left >= 0 else self.faulty).payload(transfer, table, cells)
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> Made | None:
+        made = (self.inner if self.left > 0 else super()).payload(transfer, table, cells)
+        self.left -= made is not None
+        return made
 
 
-LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=[needs_nixl, pytest.mark.torch])]
+NIXL = pytest.param("nixl", marks=[needs_nixl, pytest.mark.torch])
+NCCL = pytest.param("nccl", marks=pytest.mark.torch)
+DIRECTED = ["shm", "memory", "cuda-ipc", NIXL]
+"""Links whose payloads refer to blocks of the sender."""
+LINKS = ["zmq", "pinned", *DIRECTED, NCCL]
 
 
 class Handoff:
     """A sender and a receiver on real sockets, with one transfer between them."""
 
     def __init__(
-        self, link: str, layout: KvLayout, tokens: int, limits: TransferLimits, channels: Channels | None = None
+        self,
+        link: str,
+        layout: KvLayout,
+        tokens: int,
+        limits: TransferLimits,
+        channels: Channels | None = None,
+        memories: tuple[Any, Any] | None = None,
     ) -> None:
-        self.link = shm.NAME if link == "memory" else link
+        self.link = {"memory": shm.NAME, "pinned": zeromq.NAME}.get(link, link)
         self.endpoints = contextlib.ExitStack()
         if link == "memory":
             pools = memory.Pools()
@@ -346,12 +444,14 @@ class Handoff:
         token, owner, blocks = b"known to both ends", new_incarnation(), layout.blocks_for(tokens)
         self.table, self.tokens, self.layout = [BlockId(block) for block in range(blocks)], tokens, layout
         self.here, self.there = Channels(), channels or Channels()
-        self.source, self.target = KvMemory(layout, blocks), KvMemory(layout, blocks)
+        ends = ("source", "target")
+        self.source, self.target = memories or (pool(link, end, layout, blocks) for end in ends)
         self.receiver = Receiver(
             self.here, self.target, "host", "tcp://127.0.0.1:*", transport=self.link, limits=limits
         )
         self.sender = Sender(self.there, self.source, owner, "host", transport=self.link, limits=limits)
-        self.peers = _peer(owner, "", token), _peer(new_incarnation(), self.receiver.address, token)
+        here = self.receiver.address
+        self.peers = _peer(owner, "", token, layout.dtype), _peer(new_incarnation(), here, token, layout.dtype)
         self.ahead_s, self.attempts = 0.0, 0
         self.again()
 
@@ -399,8 +499,8 @@ class Handoff:
         garbage.gc.stop()  # stops pyzmq's thread for buffers that libzmq sends without a copy; all are free now
 
 
-def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
-    return Peer(WorkerName("peer"), incarnation, address, "host", "float32", token)
+def _peer(incarnation: Incarnation, address: str, token: bytes, dtype: KvDtype) -> Peer:
+    return Peer(WorkerName("peer"), incarnation, address, "host", dtype, token)
 
 
 class HeldMessages:
@@ -553,7 +653,7 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
 
 
 @pytest.mark.parametrize("to", NOWHERE)
-@pytest.mark.parametrize("link", LINKS[1:])
+@pytest.mark.parametrize("link", DIRECTED)
 def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: str, to: str) -> None:
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, TransferLimits(resend_s=0.05))
     try:
