@@ -32,6 +32,7 @@ from common.worker.loop import Worker, WorkerSettings
 from deploy import gpu_watch
 from deploy.launcher import cores, status
 from deploy.launcher.preflight import kv_bytes
+from kvtransfer.links.choice import links_of
 
 if TYPE_CHECKING:
     from common.engine.runner import ModelEngine
@@ -104,8 +105,9 @@ def build(
     step_times = engine.warm_up()
     address = f"tcp://{config.coordinator}"
     if is_local(config.host) and is_local(address):
-        # As for our own sockets: other machines must not reach the ports that UCX opens.
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        # As for our own sockets: other machines must not reach the ports that UCX and NCCL open.
+        for name in ("UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
     settings = WorkerSettings(
         coordinator=nearby(address) if status.supervised() else address,
         host_id=host_id(),
@@ -238,7 +240,7 @@ def _hello(
         host=socket.gethostname(),
         host_id=settings.host_id,
         data_address="",
-        links=("shm", "zmq") if config.kv_transport == "auto" else (config.kv_transport,),
+        links=links_of(config.kv_transport, engine.memory.kind),
         kv_blocks=engine.memory.blocks,
         block_size=engine.layout.block_size,
         max_model_len=engine.max_model_len,
