@@ -81,6 +81,8 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
         if (lost := _device_lost(error)) is None:
             raise
         _leave(lost)
+    if "triton" in sys.modules:
+        gc.unfreeze()  # at exit its bindings complain of objects that nothing frees
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already exiting: another SIGTERM must not change the exit code
     return 0
 

@@ -216,6 +216,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let everything be freed at exit: the bindings of Triton, which torch imports, complain of what is not."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[_taken] = Taken()
 

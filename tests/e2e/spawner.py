@@ -20,6 +20,7 @@ process ids, process groups and the parent-death signal are therefore real. Test
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -175,6 +176,7 @@ def _import() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would write to every page that the forked processes share, and so copy it
+    atexit.register(gc.unfreeze)  # Triton's bindings, which torch imports, complain at exit of what nothing frees
 
 
 def _serve(answering: socket.socket) -> dict[str, Any]:
