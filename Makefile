@@ -26,7 +26,7 @@ up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (A
 test: OPTIONS := --sample
 test: tests ## all checks and every kind of test, of large grids a fixed sample (minutes)
 
-test-all: tests ## all checks and all tests: whole grids and every simulated history
+test-all: .cache/triton-3.6.0 tests ## all checks and all tests: whole grids and every simulated history
 
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses 6
@@ -126,6 +126,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@echo "installing GuideLLM, in an environment of its own"
 	@$(BIN)/python -m venv .cache/guidellm
 	@.cache/guidellm/bin/python -m pip -qq --disable-pip-version-check --no-input install guidellm==0.8.1
+
+# For tests that compile the kernels with the Triton of torch 2.11; without it they are skipped.
+.cache/triton-3.6.0: $(BIN)/python
+	@echo "installing Triton 3.6.0, in a folder of its own"
+	@$(PIP) --no-deps --target $@ triton==3.6.0 || { rm -rf $@; echo "no Triton 3.6.0 for this machine: kernels are not compiled with it"; }
 
 # NIXL: of its two builds (69 MB) the one for torch's CUDA; neither needs CUDA to read host memory, and all that they
 # depend on is there.

@@ -80,7 +80,7 @@ class FlashAttention:
         padded = np.zeros((len(spans), max(map(len, tables))), np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
-        device = self.store.device
+        device = self.store.k(0).device
         return FlashPlan(
             torch.from_numpy(ends.astype(np.int32)).to(device),
             torch.tensor([span.end for span in spans], dtype=torch.int32).to(device),

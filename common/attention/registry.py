@@ -109,7 +109,7 @@ def select_backend(store: KvStorage, wanted: Wanted = AUTO, calls: Sequence[Laye
     longer, why_longer = choice.of("prefill", wanted.prefill or wanted.both)
     single, why_single = choice.of("decode", wanted.decode or wanted.both)
     if longer is not single:
-        both: AttentionBackend = CompositeAttention(longer, single, store.device)
+        both: AttentionBackend = CompositeAttention(longer, single, store.k(0).device)
         return Attention(both, (f"prefill attention {why_longer}", f"decode attention {why_single}"))
     if why_longer == why_single:
         return Attention(single, (f"attention {why_single}",))

@@ -124,7 +124,8 @@ def _as_ints(blocks: Sequence[int]) -> Ints:
 
 
 def _widest(tables: Sequence[Ints]) -> int:
-    return max((len(table) for table in tables), default=0)
+    """Return the most blocks of a table; at least 1, because an empty tensor has no address."""
+    return max((len(table) for table in tables), default=1)
 
 
 def _fill_tables(host: Ints, stride: int, tables: Sequence[Ints]) -> None:

@@ -50,16 +50,18 @@ def find_fault(backend: AttentionBackend, store: KvStorage, calls: Sequence[Laye
 
 
 def _spans(store: KvStorage, prefill: bool) -> list[Span]:
-    """Return spans next to block boundaries, as far as the pool has room: chunks of a prompt, or single rows."""
+    """Return spans next to block boundaries, in the pool's last blocks: chunks of prompts, or single rows. Empty if the
+    pool is too small for them."""
     size = store.layout.block_size
     shapes = [(0, 7), (size + 3, 21), (size - 1, 2)] if prefill else [(2 * size + 5, 1), (0, 1), (size, 1)]
+    counts = [-(-(start + length) // size) for start, length in shapes]
+    if sum(counts) > store.blocks:
+        return []
     spans: list[Span] = []
     free, row = list(range(store.blocks)), 0
-    for start, length in shapes:
-        count = -(-(start + length) // size)
-        if count <= len(free):
-            spans.append(Span(row, length, start, [free.pop() for _ in range(count)]))
-            row += length
+    for (start, length), count in zip(shapes, counts, strict=True):
+        spans.append(Span(row, length, start, [free.pop() for _ in range(count)]))
+        row += length
     return spans
 
 

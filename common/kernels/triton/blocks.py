@@ -140,7 +140,7 @@ def prefill_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, rows: i
     small, many = max(64, least), 4 if wide <= 128 else 8
     if capability < 9:
         return _fitted(Tile(small, 32, many, 3), dtype, k_dim, v_dim)
-    if rows * group <= small:
+    if capability == 9 and (rows * group <= small or wide > 128):
         return _fitted(Tile(small, 64, many, 3), dtype, k_dim, v_dim)
     return _fitted(Tile(max(128, least), 64, 8, 3), dtype, k_dim, v_dim)
 

@@ -51,6 +51,40 @@ def test_planted_faults_are_caught() -> None:
     assert said.count("caught: ") >= 8
 
 
+@pytest.mark.slow
+def test_what_surrounds_attention_equals_torch() -> None:
+    assert run("-m", "tests.triton.parts", TRITON_INTERPRET="1").count(": right") == 6
+
+
+def compiled(*words: str, seconds: float, **environment: str) -> str:
+    cache = str(ROOT / ".cache" / "triton")  # what was compiled before need not be compiled again
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    said = run("-m", "tests.triton.aot", *words, seconds=seconds, **environment)
+    assert said.endswith(" 0 wrong\n")
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sample_of_the_kernels_compiles_for_each_gpu() -> None:
+    said = compiled("--sample", seconds=280)
+    assert all(f"prefill           sm_{capability}" in said for capability in (80, 90, 100))
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", ["", "3.6.0"], ids=["as pinned", "3.6.0"])
+def test_all_kernels_compile_for_each_gpu(version: str) -> None:
+    """3.6.0 is older than the pinned one, and what torch 2.11 brings along. ``make test-all`` installs it apart."""
+    folder = ROOT / ".cache" / f"triton-{version}"
+    if version and not folder.is_dir():
+        pytest.skip(f"{folder.name} is not installed: `make test-all` does that")
+    path = os.pathsep.join(map(str, (folder, ROOT) if version else (ROOT,)))
+    said = compiled(seconds=1100, PYTHONPATH=path)
+    assert said.startswith(f"triton {version}")
+
+
 ON_A_CPU = """
 import sys
 sys.modules["triton"] = None  # an import of it fails, as where it is not installed
