@@ -16,14 +16,11 @@ from common.core.errors import StartError
 from common.engine.device_steps import DeviceSteps
 from common.engine.gpu_memory import measure_use
 from common.engine.parallel import Leader
+from common.engine.pool import make_store
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
-from common.kv.budget import Budget, fit, human_bytes
+from common.kv.budget import Budget, fit
 from common.kv.gpu_budget import Share, most_for_kv, plan_pool
 from common.kv.layout import KvDtype, KvLayout
-from common.kv.storage.host import KvMemory
-from common.kv.storage.interface import KvStorage
-from common.kv.storage.slab import SlabStore
-from common.kv.storage.tensors import KvStore
 from common.model.layers import fuse_layers
 from common.model.linears import PackedLinear, pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights, weight_bytes
@@ -147,7 +144,7 @@ def _make_engine(
 ) -> ModelEngine:
     """Return an engine with a pool of ``blocks`` blocks, whose notes say how it attends. The model attends through the
     engine that was made last."""
-    store = _make_store(layout, blocks, machine, where) if leader is None else leader.make_store(layout, blocks)
+    store = make_store(layout, blocks, machine, where) if leader is None else leader.make_store(layout, blocks)
     chosen = select_backend(store, attention, seen.calls)
     steps = None
     if machine.gpu is not None:
@@ -157,21 +154,6 @@ def _make_engine(
     engine = make(model, store, chosen.backend, fingerprint, checkpoint.vocab_size, max_model_len, steps)
     engine.notes += chosen.notes
     return engine
-
-
-def _make_store(layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
-    """Return the KV pool. Raises StartError if a GPU has too little memory."""
-    if machine.gpu is None:
-        return KvStore(KvMemory(layout, blocks))
-    try:
-        return SlabStore(layout, blocks, where)
-    except torch.OutOfMemoryError as error:
-        size = human_bytes(layout.block_bytes * blocks)
-        raise StartError(
-            f"cannot allocate {size} of KV on {machine.address}",
-            str(error).partition("\n")[0],
-            "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
-        ) from None
 
 
 def _layer_notes(

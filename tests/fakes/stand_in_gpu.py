@@ -34,4 +34,4 @@ def share_pools(patch: pytest.MonkeyPatch) -> None:
         memory = KvMemory(layout, blocks)
         return SlabStore(layout, blocks, where, torch.from_numpy(memory.raw).view(-1), memory)
 
-    patch.setattr(loading, "_make_store", make)
+    patch.setattr(loading, "make_store", make)

@@ -1,0 +1,49 @@
+"""Makes the KV pool of an engine, on the device that it computes on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from common.core.errors import StartError
+from common.kv.budget import human_bytes
+from common.kv.layout import KvLayout
+from common.kv.storage.cuda import CudaMemory
+from common.kv.storage.cuda_driver import torch_driver
+from common.kv.storage.device_calls import DeviceCalls, DeviceFailed
+from common.kv.storage.host import KvMemory
+from common.kv.storage.interface import KvStorage
+from common.kv.storage.slab import SlabStore
+from common.kv.storage.tensors import KvStore
+from common.platform.device import Device
+
+
+def make_store(layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
+    """Return a pool of ``blocks`` blocks on ``where``, the device of ``machine``. Raises StartError if a GPU has too
+    little memory."""
+    if machine.gpu is None:
+        return KvStore(KvMemory(layout, blocks))
+    if where.type != "cuda":
+        return SlabStore(layout, blocks, where)
+    return cuda_store(layout, blocks, where, _driver(where.index or 0))
+
+
+def cuda_store(layout: KvLayout, blocks: int, where: torch.device, calls: DeviceCalls) -> KvStorage:
+    """Return tensors on ``where`` over a pool that ``calls`` allocates there, and that hand-offs can export. Raises
+    StartError if there is too little memory."""
+    size = layout.block_bytes * blocks
+    try:
+        memory = CudaMemory(layout, blocks, calls)
+    except DeviceFailed as error:
+        raise StartError(
+            f"cannot allocate {human_bytes(size)} of KV on {where}",
+            str(error),
+            "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
+        ) from None
+    return SlabStore(layout, blocks, where, calls.tensor(memory.slab, size), memory)
+
+
+@cache
+def _driver(index: int) -> DeviceCalls:
+    return torch_driver(index)
