@@ -121,11 +121,19 @@ def _most_for_kv(checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share:
 
 
 def _move(model: nn.Module, machine: Device) -> torch.device:
-    """Move ``model`` to the memory of ``machine`` and return its device."""
+    """Move ``model`` to the memory of ``machine`` and return its device. Raises StartError if that is too small, for
+    example because another process has taken it since it was looked at."""
     where = torch.device(machine.address)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    model.to(where)
+    try:
+        model.to(where)
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"too little GPU memory for the weights on {machine.address}",
+            str(error).partition("\n")[0],
+            "choose a smaller model, free the GPU, or run fewer workers on it",
+        ) from None
     return where
 
 

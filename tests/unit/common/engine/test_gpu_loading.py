@@ -116,6 +116,17 @@ def test_a_step_that_does_not_fit_is_refused_in_words(
         load()
 
 
+def test_weights_for_which_memory_is_gone_meanwhile_are_refused_in_words(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.Module, "to", short)
+    with pytest.raises(StartError, match=r"weights on cpu: CUDA out of memory"):
+        load()
+
+
 def test_weights_that_do_not_fit_are_not_read(
     load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
