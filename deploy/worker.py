@@ -81,7 +81,7 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
         if (lost := _device_lost(error)) is None:
             raise
         _leave(lost)
-    if "triton" in sys.modules:
+    if sys.modules.get("triton") is not None:
         gc.unfreeze()  # at exit its bindings complain of objects that nothing frees
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already exiting: another SIGTERM must not change the exit code
     return 0
@@ -146,7 +146,9 @@ def _device(config: WorkerConfig) -> device.Device:
     machine, why = device.choose(config.device)
     if machine.gpu is not None:
         gpu.number_by_bus()
-    elif why:
+    else:
+        device.hide_triton()
+    if why and machine.gpu is None:
         log.warning("%s", why)
     return machine
 

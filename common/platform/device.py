@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -160,6 +161,15 @@ def calm_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("KMP_BLOCKTIME", "5")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def hide_triton() -> None:
+    """Make this process do without the package triton, for a worker on a CPU. To be called before torch is imported,
+    which imports triton wherever it is installed, at a price in memory and time.
+
+    In Triton's interpreter kernels run on a CPU, too; then nothing is hidden."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
 def pin(cpus: Collection[int] | None = None, threads: int | None = None) -> int:

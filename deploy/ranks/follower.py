@@ -73,6 +73,7 @@ def run(launch: RankLaunch, watched: Watched) -> None:
     """Load the share of ``launch`` and compute until rank 0 leaves."""
     config = WorkerConfig(**launch.config)
     malloc.keep_freed()
+    device.hide_triton()  # ranks compute on CPUs only
     device.pin(launch.cores, launch.threads)
     threads.compute()
     from common.attention.registry import Wanted

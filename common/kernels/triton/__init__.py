@@ -17,8 +17,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def unusable(device: str) -> str | None:
     """Return why the kernels cannot run on ``device`` (a torch device type), in words; None if they can. This does not
     import triton."""
-    if find_spec("triton") is None:
-        return MISSING
     if device != "cuda" and not INTERPRETED:
         return "Triton kernels run on GPUs; on a CPU only with TRITON_INTERPRET=1, very slowly"
-    return None
+    return MISSING if find_spec("triton") is None else None
