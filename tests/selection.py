@@ -54,6 +54,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/engine/test_device_sampler",
             "unit/common/engine/test_sampler",
             "unit/common/kernels/test_tiles",
+            "unit/common/kv/test_cuda_driver",
             "unit/common/kv/test_slab",
             "unit/common/model/test_weights",
             "unit/common/model/test_collective",

@@ -13,7 +13,10 @@ from common.kv.convert import Bytes
 
 WORD_BYTES = 8
 PLACE, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Odd multipliers; odd, so that each step is a bijection of 64-bit words and a change of one word changes the hash."""
+SHIFTS = (30, 27, 31)
+"""Each word is mixed by the finalizer of SplitMix64 (https://prng.di.unimi.it/splitmix64.c). Each step is a bijection,
+so a change of one word changes the hash; and it spreads every bit over the word, so that changes of several words do
+not cancel each other."""
 MASK = (1 << 64) - 1
 
 
@@ -24,9 +27,8 @@ def device_hash(data: Bytes) -> int:
     words = whole.view(np.dtype("<u8")).astype(np.uint64)
     with np.errstate(over="ignore"):
         words ^= np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(PLACE)
-        words *= np.uint64(FIRST)
-        words ^= words >> np.uint64(32)
-        words *= np.uint64(SECOND)
+        for shift, factor in zip(SHIFTS, (FIRST, SECOND, 1), strict=True):
+            words = (words ^ words >> np.uint64(shift)) * np.uint64(factor)
         total = int(words.sum(dtype=np.uint64))
     return finished(total, len(data))
 

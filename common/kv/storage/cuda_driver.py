@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from common.kv.device_hash import FIRST, PLACE, SECOND, WORD_BYTES
+from common.kv.device_hash import FIRST, PLACE, SECOND, SHIFTS, WORD_BYTES
 from common.kv.pieces import Numbers
 from common.kv.storage.device_calls import WAIT_S, DeviceBuffer, DeviceFailed, Event
 
@@ -270,9 +270,11 @@ def hashed(data: Any) -> Any:
         data = torch.cat((data, data.new_zeros(padding)))
     words = data.view(torch.int64) if data.data_ptr() % WORD_BYTES == 0 else data.clone().view(torch.int64)
     places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=data.device)
-    mixed = (words ^ (places * _signed(PLACE))) * _signed(FIRST)
-    mixed ^= (mixed >> 32) & 0xFFFFFFFF  # the shift of int64 repeats the sign
-    total = (mixed * _signed(SECOND)).sum() + _signed(size * PLACE % (1 << 64))
+    mixed = words ^ (places * _signed(PLACE))
+    for shift, factor in zip(SHIFTS, (FIRST, SECOND, 1), strict=True):
+        upper = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # the shift of int64 repeats the sign
+        mixed = (mixed ^ upper) * _signed(factor)
+    total = mixed.sum() + _signed(size * PLACE % (1 << 64))
     return torch.where(total == 0, torch.ones_like(total), total)
 
 
