@@ -27,8 +27,10 @@ from kvtransfer.receiver import Landed, TransferFailed
 from kvtransfer.sender import FirstTokens, SendFailed, Shipped
 from kvtransfer.session import TransferLimits
 from tests.fakes.device_calls import FAILS, LOST, FakeDevice, FakeGpuMemory, Job
+from tests.fakes.oracle import OracleEngine
 from tests.pace import scaled
 from tests.unit.kvtransfer.links.test_links import LAYERS, TARGET_TABLES, TRANSFER, Halves, Handoff, halves, pool
+from tests.unit.workers import Bench, make_request
 
 LAYOUT = KvLayout(LAYERS, "float32", 16)
 OTHER = TransferId(RequestId(b"o" * 16), 1)
@@ -383,3 +385,42 @@ def test_host_memory_is_not_asked_for_events() -> None:
     memory = KvMemory(KvLayout((LayerLayout(1, 4, 4),), "float32", 16), 2)
     assert memory.mark() is None
     memory.close()
+
+
+# -- whole workers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["cuda-ipc", "zmq"])
+def test_workers_on_gpus_hand_over_while_kernels_run(bench: Bench, link: str) -> None:
+    """The kernels of a layer end only when the prefill worker looks for it, after it has launched all layers."""
+    for role, block_size in (("prefill", 16), ("decode", 32)):
+        engine = OracleEngine(128, block_size)
+        engine.memory.close()
+        engine.memory = KernelMemory(engine.layout, 128)  # type: ignore[assignment]
+        bench.add(role, engine, kv_transport=link)
+    requests = [make_request(length, 8) for length in (1, 40, 200)]
+    for request in requests:
+        bench.place(request, "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(*requests))
+    for request in requests:
+        bench.check(request)
+        assert [each.link for each in bench.shipped(request)] == [link]
+
+
+class KernelMemory(FakeGpuMemory):
+    """A pool whose engine's work ends at the second look at its event."""
+
+    def mark(self) -> Job:
+        return SlowJob(kernels=True)
+
+
+class SlowJob(Job):
+    looks = 0
+
+    @property
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    @done.setter
+    def done(self, value: bool) -> None: ...
