@@ -39,7 +39,8 @@ def written(pool: SlabStore, key: torch.Tensor, value: torch.Tensor, slots: tupl
     """Return whether layer 1 of ``pool`` (zero before) has exactly the rows that are not padding."""
     expected = SlabStore(pool.layout, pool.blocks, CPU)
     real = slots[0] >= 0
-    expected.write(1, key[real], value[real], (slots[0][real], slots[1][real]))
+    places = (slots[0][real], slots[1][real])
+    expected.k(1)[places], expected.v(1)[places] = key[real], value[real]
     return torch.equal(expected.slab, pool.slab)
 
 
@@ -50,7 +51,7 @@ def writes() -> None:
         key = torch.randn(layer.kv_heads, 37, layer.k_dim).to(pool.dtype).transpose(0, 1)
         value = torch.randn(37, layer.kv_heads, layer.v_dim).to(pool.dtype)
         slots = slots_of(37, 16)
-        store.write(key, value, pool.k(1), pool.v(1), slots)
+        pool.write(1, key, value, slots)
         assert written(pool, key, value, slots), layer
 
 

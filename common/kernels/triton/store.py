@@ -95,6 +95,8 @@ def write(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: to
     ``values``, [blocks, size, kv_heads, dim])."""
     rows, kv_heads, k_dim = key.shape
     v_dim = value.shape[2]
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        key, value = key.contiguous(), value.contiguous()
     write_kv[(triton.cdiv(rows, ROWS), kv_heads)](
         key, value, keys, values, *slots, rows,
         *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],

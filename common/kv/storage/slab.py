@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from common.kernels import triton as triton_kernels
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
 from common.kv.storage.tensors import DTYPES, layer_views
@@ -33,6 +34,7 @@ class SlabStore:
             slab = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
         self.slab = slab.zero_().view(blocks, layout.block_bytes)
         self._k, self._v = layer_views(self.slab.view(-1).view(self.dtype), layout, blocks, 0)
+        self._kernels = _writing_kernels(self.device)
 
     def k(self, layer: int) -> torch.Tensor:
         return self._k[layer]
@@ -43,6 +45,11 @@ class SlabStore:
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
+        """Store the rows of one step. Triton's kernel, which runs on GPUs, stores nothing for rows of block -1, the
+        padding of a CUDA graph."""
+        if self._kernels is not None:
+            self._kernels.write(key, value, self._k[layer], self._v[layer], slots)
+            return
         self._k[layer].index_put_(slots, key)
         self._v[layer].index_put_(slots, value)
 
@@ -65,3 +72,12 @@ class SlabStore:
         del self.slab
         if self.memory is not None:
             self.memory.close()
+
+
+def _writing_kernels(device: torch.device) -> Any:
+    """Return the module of the kernels that write into the pool; None where they cannot run."""
+    if triton_kernels.unusable(device.type) is not None:
+        return None
+    from common.kernels.triton import store
+
+    return store
