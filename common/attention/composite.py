@@ -29,6 +29,7 @@ class CompositeAttention:
         self.name = f"{prefill.name}+{decode.name}"
 
     def plan(self, spans: Sequence[Span]) -> list[Half]:
+        """Return the halves of a step that have spans."""
         single = [span for span in spans if span.length == 1]
         longer = [span for span in spans if span.length > 1]
         pairs = ((self.prefill, longer), (self.decode, single))

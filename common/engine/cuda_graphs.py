@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from common.attention.interface import Span
+from common.attention.interface import Params, Span, bind
 from common.core.errors import InvariantBroken
 from common.core.sequence import Batch, StepResult
 from common.core.sequence import Sequence as Tokens
@@ -41,6 +41,9 @@ from common.engine.token_counts import TokenCounts
 from common.kv.storage.interface import KvStorage
 from common.model.probe import forward
 
+if TYPE_CHECKING:
+    from common.engine.runner import PagedAttention
+
 MAX_ROWS = 512
 """Most rows of a graph; steps with more run without."""
 KINDS = (PLAIN, Features(random=True), Features(random=True, min_p=True, top_k=True, top_p=True))
@@ -51,6 +54,7 @@ _NAMES = ("given", "positions", "blocks", "offsets", "noise", *_NUMBERS)
 sampled; ``blocks`` is -1 for padding."""
 _REAL = ("noise", "temperature", "top_p", "min_p")
 _PADDING = {"given": 0, "positions": 0, "blocks": -1, "offsets": 0, "noise": 0, "top_k": 1}
+_WITHOUT = "decode steps run without CUDA graphs: "
 UNREAD = 2
 """Most launched steps whose tokens have not been read, and pinned buffers that are used in turns."""
 
@@ -81,37 +85,55 @@ def sizes_of(rows: int) -> list[int]:
     return [*(size for size in wanted if size < most), most]
 
 
-class Attention(Protocol):
-    """What the model's attention modules call; :class:`common.engine.runner.PagedAttention`."""
+class _PlacedAttention:
+    """What the model's attention modules call in a captured step: rows, slots and plan are those of the graph."""
 
-    store: KvStorage
-    backend: Any
+    def __init__(self, store: KvStorage, backend: Any) -> None:
+        self._store, self._backend = store, backend
 
     def place(self, slots: Slots, plan: Any) -> None:
-        """Run a step whose rows belong to ``slots`` and to ``plan``."""
-        ...
+        self._slots, self._plan = slots, plan
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
+    ) -> torch.Tensor:
+        self._store.write(layer, key, value, self._slots)
+        out: torch.Tensor = self._backend.attend(self._plan, layer, query, params)
+        return out
 
 
 def captured(
-    model: nn.Module, attention: Attention, calls: GraphCalls, rows: int, max_model_len: int
+    model: nn.Module, attention: PagedAttention, calls: GraphCalls, rows: int, max_model_len: int
 ) -> tuple[DecodeGraphs | None, str]:
     """Return the graphs of steps of up to ``rows`` rows and a note, or None and a note that says why there are none. To
     be called in inference mode, before serving."""
-    store, backend = attention.store, attention.backend
+    store = attention.store
+    backend: Any = getattr(attention.backend, "decode", attention.backend)  # of two backends, that of decode rows
     if not hasattr(backend, "reserve"):
-        return None, f"decode steps run without CUDA graphs: attention {backend.name} plans every step anew"
+        return None, f"{_WITHOUT}attention {backend.name} plans every step anew"
+    if not getattr(store, "skips_padding", False):
+        return None, f"{_WITHOUT}without Triton the pool has no place for padding"
+
+    placed = _PlacedAttention(store, backend)
 
     def run(ids: torch.Tensor, positions: torch.Tensor, slots: Slots, plan: Any) -> torch.Tensor:
-        attention.place(slots, plan)
-        return forward(model, ids[None], positions[None], None)
+        placed.place(slots, plan)
+        bind(model, placed)
+        try:
+            return forward(model, ids[None], positions[None], None)
+        finally:
+            bind(model, attention)
 
     started = perf_counter()
     config: Any = model.config
     graphs = DecodeGraphs(calls, run, backend, rows, store.device, store.layout.block_size)
-    graphs.prepare(store.layout.blocks_for(max_model_len), config.get_text_config().num_attention_heads)
-    if why := choose_experts(model, graphs.obstacle):
-        return None, f"decode steps run without CUDA graphs: {why}"
-    graphs.capture()
+    try:
+        graphs.prepare(store.layout.blocks_for(max_model_len), config.get_text_config().num_attention_heads)
+        if why := choose_experts(model, graphs.obstacle):
+            return None, f"{_WITHOUT}{why}"
+        graphs.capture()
+    except torch.OutOfMemoryError as error:
+        return None, f"{_WITHOUT}{str(error).partition(chr(10))[0]} Lower --gpu-memory-utilization to make room"
     seconds = perf_counter() - started
     return graphs, f"decode steps of up to {graphs.sizes[-1]} rows run as CUDA graphs (captured in {seconds:.1f} s)"
 
@@ -175,6 +197,8 @@ class DecodeGraphs:
             return f"{sum(each.times for each in blockers)} operations would stop capture, the first: {blockers[0]}"
         try:
             self._calls.capture(run)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             faults.raise_if_lost(error)
             return f"capture fails: {str(error).partition(chr(10))[0]}"

@@ -15,6 +15,7 @@ from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.engine.device_steps import DeviceSteps
 from common.engine.gpu_memory import measure_use
+from common.engine.graph_calls import CudaCalls
 from common.engine.parallel import Leader
 from common.engine.pool import make_store
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
@@ -47,6 +48,7 @@ def load_engine(
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
     quantization: Literal["none", "int8"] = "none",
+    enforce_eager: bool = False,
     leader: Leader | None = None,
 ) -> ModelEngine:
     """Load, check and prepare a model on ``machine`` (default: the CPU); StartError, in words, if it cannot be served
@@ -104,7 +106,16 @@ def load_engine(
     engine.notes += _layer_notes(model, fused, bool(fused) and engine.shorten(seen.tokens), packed, batch_hint, int8)
     memory.keep_freed_memory()
     engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
+    if where.type == "cuda" and leader is None:
+        _capture(engine, where, enforce_eager)
     return engine
+
+
+def _capture(engine: ModelEngine, where: torch.device, enforce_eager: bool) -> None:
+    if enforce_eager:
+        engine.notes.append("decode steps run without CUDA graphs, as requested")
+    else:
+        engine.capture_graphs(CudaCalls(where))
 
 
 def _check_quantization(quantization: str, machine: Device) -> None:

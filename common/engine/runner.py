@@ -7,9 +7,8 @@ differs between workers is given at construction (``batch_hint``) or as the ``on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.core.sequence import Sequence as Tokens
 from common.engine import faults
 from common.engine.batch import FlatStep, flatten, rows_to_sample
-from common.engine.cuda_graphs import Slots, captured
+from common.engine.cuda_graphs import captured
 from common.engine.decoder import FusedDecoder, find_decoder
 from common.engine.device_steps import DeviceSteps, Entry
 from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
@@ -40,17 +39,6 @@ WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
 model of billions of parameters seconds on a CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """The slots of a step's rows, int64 [T] each."""
-
-    blocks: torch.Tensor
-    offsets: torch.Tensor
-
-    def tensor(self, column: Literal["blocks", "offsets"]) -> torch.Tensor:
-        return self.blocks if column == "blocks" else self.offsets
-
-
 class PagedAttention:
     """The callable of the model's attention modules: it stores a layer's keys and values of this step in the pool,
     announces the layer through ``on_layer``, and attends."""
@@ -63,13 +51,8 @@ class PagedAttention:
 
     def begin(self, step: FlatStep) -> Any:
         """Plan ``step``; return the backend's plan, which all layers share."""
-        self._step: FlatStep | _Placed = step
-        self._plan, self.stored = self.backend.plan(step.spans), 0
+        self._step, self._plan, self.stored = step, self.backend.plan(step.spans), 0
         return self._plan
-
-    def place(self, slots: Slots, plan: Any) -> None:
-        """Run a step whose rows belong to ``slots`` and to ``plan``, which the caller has made."""
-        self._step, self._plan, self.on_layer = _Placed(*slots), plan, None
 
     def announce(self, layer: int) -> None:
         """Report that this step's keys and values of ``layer`` are in the pool."""

@@ -128,6 +128,8 @@ class LateAttention(TorchReference):
 class PaddedStore:
     """The KV store of a CPU, which stores nothing for rows of block -1, as the kernels of a GPU do."""
 
+    skips_padding = True
+
     def __init__(self, store: Any) -> None:
         self._store = store
 

@@ -35,6 +35,8 @@ class SlabStore:
         self.slab = slab.zero_().view(blocks, layout.block_bytes)
         self._k, self._v = layer_views(self.slab.view(-1).view(self.dtype), layout, blocks, 0)
         self._kernels = _writing_kernels(self.device)
+        self.skips_padding = self._kernels is not None
+        """Whether :meth:`write` stores nothing for rows of block -1."""
 
     def k(self, layer: int) -> torch.Tensor:
         return self._k[layer]
