@@ -123,7 +123,7 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
             layers[index] = fused = FusedLayer(layer, activation, fused.params, int8) if int8 else fused
             gather([fused.qkv, fused.out, fused.gate_up, fused.down])
             count += 1
-    if count == len(layers) and _is_rms_norm(getattr(decoder, "norm", None)):
+    if count == len(layers) and is_rms_norm(getattr(decoder, "norm", None)):
         decoder.norm = _norm(decoder.norm)
     return count
 
@@ -134,26 +134,35 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
 def _fits(layer: Any, int8: bool) -> str | None:
     """Return the activation's name if the layer has exactly the expected parts, in a dtype for which our kernels are
     faster; else None."""
-    if {name for name, _ in layer.named_children()} != _PARTS:
-        return None
-    attention = {name for name, _ in layer.self_attn.named_children()}
-    if attention not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS):
-        return None
-    if {name for name, _ in layer.mlp.named_children()} != _MLP_PARTS:
+    if not has_usual_parts(layer):
         return None
     linears = [m for m in layer.modules() if type(m) is nn.Linear]
     weight = layer.self_attn.q_proj.weight
-    if len(linears) != 7 or weight.device.type != "cpu" or any(m.in_features % 2 for m in linears):
+    if weight.device.type != "cpu" or any(m.in_features % 2 for m in linears):
         return None
     library, config = cpu.library(), getattr(layer.self_attn, "config", None)
     if library is None or not native_pays(weight.dtype, int8) or layer.mlp.gate_proj.out_features % library.lanes():
         return None
-    norms = [m for name, m in layer.named_modules() if name.endswith(("norm", "layernorm"))]
     activation = getattr(config, "hidden_act", None)
-    return activation if activation in ACTIVATIONS and all(map(_is_rms_norm, norms)) else None
+    return activation if activation in ACTIVATIONS else None
 
 
-def _is_rms_norm(module: Any) -> bool:
+def has_usual_parts(layer: Any) -> bool:
+    """Return whether the layer has exactly the parts of a Llama's, plain linears and RMS norms, with or without norms
+    of heads."""
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    attention = {name for name, _ in layer.self_attn.named_children()}
+    if attention not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS):
+        return False
+    if {name for name, _ in layer.mlp.named_children()} != _MLP_PARTS:
+        return False
+    norms = [m for name, m in layer.named_modules() if name.endswith(("norm", "layernorm"))]
+    return sum(type(m) is nn.Linear for m in layer.modules()) == 7 and all(map(is_rms_norm, norms))
+
+
+def is_rms_norm(module: Any) -> bool:
+    """Return whether ``module`` is an RMS norm without bias whose weight is a plain factor."""
     return hasattr(module, "variance_epsilon") and getattr(module, "bias", None) is None
 
 
@@ -168,7 +177,7 @@ def _bias(linears: tuple[Any, ...]) -> torch.Tensor | None:
     return torch.cat([bias.float() for bias in zero])
 
 
-class _Dense:
+class DenseAttention:
     """Dense attention over the rows of the trial; records the parameters of each call."""
 
     def __init__(self) -> None:
@@ -185,7 +194,7 @@ class _Dense:
 def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
     """Return the fused layer if it changes random rows, at positions far apart, by the same numbers as ``layer``; else
     None."""
-    dtype, dense = layer.self_attn.q_proj.weight.dtype, _Dense()
+    dtype, dense = layer.self_attn.q_proj.weight.dtype, DenseAttention()
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _TRIAL_ROWS, layer.self_attn.q_proj.in_features, generator=generator).to(dtype)
     positions = torch.arange(_TRIAL_ROWS)[None] * 37

@@ -1,0 +1,84 @@
+"""The fused decoder layers of GPUs in Triton's interpreter against transformers' own, each part alone and all together,
+with and without norms of heads, biases and padding of tiles: ``TRITON_INTERPRET=1 python -m tests.triton.layers``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import transformers
+
+from common.attention.interface import ATTENTION, bind, from_transformers
+from common.model import gpu_layers
+from common.model.gpu_layers import PARTS, GpuLayer, fuse_gpu_layers
+from common.model.layers import DenseAttention
+from common.model.probe import forward
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"hidden_act": "silu"}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama with gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "qwen3": ("qwen3", {}),
+    "qwen2": ("qwen2", {}),
+}
+ROWS = 7
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest accepted difference of logits, relative to their largest."""
+
+
+def model_of(kind: str, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    size = {
+        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **(size | fields))
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval().requires_grad_(False)
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape)
+        weight.copy_(noise / weight.shape[-1] ** 0.5 if weight.ndim > 1 else weight + 0.3 * noise)
+    bind(model, DenseAttention())
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    ids, positions = torch.arange(ROWS)[None] * 5, torch.arange(ROWS)[None] + 40
+    return forward(model, ids, positions, None).float()
+
+
+def difference(kind: str, fields: dict[str, Any], dtype: torch.dtype, parts: tuple[str, ...]) -> float:
+    """Return the largest difference of logits, relative to the largest logit; infinity if nothing was fused."""
+    model = model_of(kind, fields, dtype)
+    expected = logits(model)
+    if fuse_gpu_layers(model, parts) != 2:
+        return float("inf")
+    bind(model, DenseAttention())
+    assert all(isinstance(layer, GpuLayer) for layer in model.model.layers)
+    logits(model)
+    model.model.layers[-1]._residual.delta = torch.full((ROWS, 48), 9.0)  # what a step that failed has left
+    return float((logits(model) - expected).abs().max() / expected.abs().max())
+
+
+def main() -> int:
+    transformers.AttentionInterface.register(ATTENTION, from_transformers)
+    torch.set_num_threads(1)
+    gpu_layers._TOLERANCE = dict.fromkeys(gpu_layers._TOLERANCE, 1.0)  # the logits decide here, not the trial
+    cases = [("qwen3", torch.float32, (part,)) for part in PARTS]
+    cases += [(name, torch.float32, PARTS) for name in SHAPES]
+    cases += [("qwen3", dtype, PARTS) for dtype in (torch.bfloat16, torch.float16)]
+    wrong = 0
+    for name, dtype, parts in cases:
+        kind, fields = SHAPES[name]
+        off = difference(kind, fields, dtype, parts)
+        if not off <= CLOSE[dtype]:
+            wrong += 1
+            print(f"wrong by {off:.2g}: {name}, {dtype}, {'+'.join(parts)}")
+    print(f"{len(cases)} cases, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
