@@ -34,6 +34,17 @@ def _parse_device(text: str) -> str:
     return text.lower()
 
 
+GPU_PARTS = ("linears", "norms", "rotary", "activation")
+"""Parts of decoder layers that can be fused, see :mod:`common.model.gpu_layers`."""
+
+
+def _parse_fusion(text: str) -> str:
+    if text != "none" and not set(text.split(",")) <= set(GPU_PARTS):
+        raise ValueError(text)
+    return text
+
+
+FUSION = OptionKind("PARTS", f"none, or a list of {', '.join(GPU_PARTS)}", _parse_fusion)
 DEVICE = OptionKind("DEVICE", "auto, cpu, cuda or cuda:N", _parse_device)
 
 
@@ -121,7 +132,14 @@ class EngineOptions:
         "maximum number of tokens that a worker computes in one step; longer prompts are computed in chunks",
         count(1),
         "batch",
-        shown_default="512 on a CPU, 2048 on a GPU",
+        shown_default="512 on a CPU; on a GPU 8192 for prefill, else 2048",
+    )
+    enforce_eager: bool = option(False, "run decode steps on GPUs without CUDA graphs", SWITCH, "batch")
+    gpu_fusion: str = option(
+        ",".join(GPU_PARTS),
+        "parts of decoder layers to fuse on GPUs, or none: to measure what each saves",
+        FUSION,
+        "model",
     )
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompt prefixes that were computed before", SWITCH, "batch"
@@ -148,6 +166,11 @@ class EngineOptions:
         "cores",
         shown_default="all",
     )
+
+    @property
+    def fused_parts(self) -> tuple[str, ...]:
+        """The names in ``gpu_fusion``."""
+        return () if self.gpu_fusion == "none" else tuple(self.gpu_fusion.split(","))
 
     @property
     def cores(self) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -19,9 +19,11 @@ from common.engine.graph_calls import CudaCalls
 from common.engine.parallel import Leader
 from common.engine.pool import make_store
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
+from common.kernels import triton
 from common.kv.budget import Budget, fit
 from common.kv.gpu_budget import Share, most_for_kv, plan_pool
 from common.kv.layout import KvDtype, KvLayout
+from common.model.gpu_layers import PARTS, fuse_gpu_layers
 from common.model.layers import fuse_layers
 from common.model.linears import PackedLinear, pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights, weight_bytes
@@ -49,6 +51,7 @@ def load_engine(
     attention: Wanted = AUTO,
     quantization: Literal["none", "int8"] = "none",
     enforce_eager: bool = False,
+    gpu_fusion: Sequence[str] = PARTS,
     leader: Leader | None = None,
 ) -> ModelEngine:
     """Load, check and prepare a model on ``machine`` (default: the CPU); StartError, in words, if it cannot be served
@@ -87,6 +90,8 @@ def load_engine(
     where, int8 = _move(model, machine), quantization == "int8"
     seen = probe(model, checkpoint)
     fused = fuse_layers(model, int8) if machine.gpu is None and leader is None else 0
+    if where.type == "cuda" and leader is None:
+        notes += _fuse_for_gpu(model, gpu_fusion)
     packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
     layers, shards = (seen.layers, 1) if leader is None else leader.whole_layers(checkpoint, seen.layers)
@@ -109,6 +114,13 @@ def load_engine(
     if where.type == "cuda" and leader is None:
         _capture(engine, where, enforce_eager)
     return engine
+
+
+def _fuse_for_gpu(model: nn.Module, parts: Sequence[str]) -> Iterator[str]:
+    """Fuse ``parts`` of the decoder layers and yield a note on it. Without Triton only the linears can be."""
+    usable = parts if triton.unusable("cuda") is None else [part for part in parts if part == "linears"]
+    if usable and (count := fuse_gpu_layers(model, usable)):
+        yield f"{count} layers with fused {', '.join(usable)}"
 
 
 def _capture(engine: ModelEngine, where: torch.device, enforce_eager: bool) -> None:
