@@ -23,26 +23,33 @@ def make(folder: Path) -> Path:
     if (folder / "model.safetensors").exists():
         return folder
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=_tokenizer(), bos_token=_SPECIALS[0], eos_token=_SPECIALS[1], model_max_length=POSITIONS
-    )
     torch.manual_seed(SEED)
     config = LlamaConfig(
         hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
         intermediate_size=INTERMEDIATE, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS,
         bos_token_id=0, eos_token_id=1, tie_word_embeddings=True, initializer_range=SPREAD,
     )  # fmt: skip
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder)
     torch.set_default_dtype(torch.bfloat16)
     try:
         LlamaForCausalLM(config).save_pretrained(folder)
     finally:
         torch.set_default_dtype(torch.float32)
     return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of ``VOCABULARY`` tokens for a checkpoint in ``folder``."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=_tokenizer(), bos_token=_SPECIALS[0], eos_token=_SPECIALS[1], model_max_length=POSITIONS
+    )
+    tokenizer.save_pretrained(folder)
 
 
 def _tokenizer() -> Any:

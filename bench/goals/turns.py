@@ -11,6 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -39,9 +41,9 @@ class Turn(NamedTuple):
     model: float
 
 
-def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: set[int]) -> None:
-    """Run the stand-in's process: send its address to ``pipe`` and request ``streams`` answers of the worker that says
-    Hello. ``cores`` are the worker's."""
+def coordinate(answers: Sequence[tuple[int, int]], pipe: Connection, cores: set[int]) -> None:
+    """Run the stand-in's process: send its address to ``pipe`` and request all ``answers`` (prompt tokens, output
+    tokens) at once of the worker that says Hello. ``cores`` are the worker's."""
     die_with_parent()
     with contextlib.suppress(OSError):  # no other core is left
         os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - cores)
@@ -49,7 +51,6 @@ def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: 
     socket, address = channels.router("tcp://127.0.0.1:*", near=True)
     pipe.send(nearby(f"tcp://127.0.0.1:{address.rpartition(':')[2]}"))
     worker, sent, leased_at = b"", 0, 0.0
-    sampling = SamplingParams(tokens, 0, temperature=0.0, ignore_eos=True)
     live = b""
 
     def say(message: Message) -> None:
@@ -65,9 +66,10 @@ def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: 
                     worker = frame
                     periods_ms = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
                     say(Welcome(new_incarnation(), *periods_ms))
-                    ids = [new_request_id() for _ in range(streams)]
+                    ids = [new_request_id() for _ in answers]
                     live = pack_transfers(TransferId(each, 0) for each in ids)
-                    for each in ids:
+                    for each, (prompt, tokens) in zip(ids, answers, strict=True):
+                        sampling = SamplingParams(tokens, 0, temperature=0.0, ignore_eos=True)
                         request = Request(each, pack_tokens([TOKEN] * prompt), sampling, deadline_ms=DEADLINE_MS)
                         say(Generate(request, 0))
         except zmq.Again:
@@ -88,16 +90,24 @@ def hello_of(engine: Any, streams: int, budget: int) -> Hello:
 def measure(engine: Any, forwards: list[float], streams: int, prompt: int, tokens: int, budget: int) -> list[Turn]:
     """Measure the turns of a worker in which ``streams`` answers of ``tokens`` tokens after ``prompt`` all decode.
     ``forwards`` receives the seconds of each pass through the model."""
+    with working(engine, [(prompt, tokens)] * streams, streams, budget) as worker:
+        return _turns(worker, forwards, streams)
+
+
+@contextmanager
+def working(engine: Any, answers: Sequence[tuple[int, int]], streams: int, budget: int) -> Iterator[DecodeWorker]:
+    """Yield a worker of ``engine`` that the stand-in asks for ``answers``; the caller turns its loop. It runs at most
+    ``streams`` sequences and ``budget`` tokens in one step."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
-    given = streams, prompt, tokens, theirs, os.sched_getaffinity(0)
+    given = answers, theirs, os.sched_getaffinity(0)
     other = context.Process(target=coordinate, args=given, daemon=True)
     other.start()
     try:
         settings = WorkerSettings(mine.recv(), host_id(), streams, budget, prefix_caching=False)
         worker = DecodeWorker(engine, settings, hello_of(engine, streams, budget))
         try:
-            return _turns(worker, forwards, streams)
+            yield worker
         finally:
             worker.close()
     finally:

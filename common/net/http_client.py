@@ -65,11 +65,16 @@ class HttpClient:
     def get(self, path: str) -> tuple[int, Any]:
         """GET ``path``; return the status and the JSON body (None if it is not JSON). Raises OSError if no HTTP server
         answers."""
+        status, data = self.read(path)
+        return status, _parse(data)
+
+    def read(self, path: str) -> tuple[int, bytes]:
+        """GET ``path``; return the status and the body. Raises OSError if no HTTP server answers."""
         connection = self._connect(self._host, self._port, timeout=min(self._timeout_s, PAGE_S))
         try:
             connection.request("GET", self._path + path, headers=self._headers)
             response = connection.getresponse()
-            return response.status, _parse(response.read())
+            return response.status, response.read()
         except (http.client.HTTPException, UnicodeError) as error:  # not an HTTP server, or an invalid host name
             raise OSError(str(error) or type(error).__name__) from error
         finally:
