@@ -14,11 +14,15 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bench.load import results
 from common.config.bench.wire import BenchWireConfig
 from common.core.ids import BlockId, TransferId, WorkerName, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.base import PoolMemory
 from common.kv.storage.host import KvMemory
 from common.net import keys
 from common.net.hosts import host_id
@@ -37,11 +41,10 @@ _PUMP_S = 0.005
 _TOKEN = b"t" * 16
 
 
-def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, tokens: int) -> None:
+def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, tokens: int, gpu: bool) -> None:
     """Run the decode end: expect every transfer that ``pipe`` announces, and acknowledge each announcement."""
     malloc.keep_freed()  # as in workers
-    memory = KvMemory(LAYOUT, LAYOUT.blocks_for(tokens))
-    memory.raw[:] = 0  # touch all pages, so that no page fault is measured
+    memory = _pool(tokens, gpu)
     channels = Channels(keys.load(key_file, "decode"), encrypt_kv=encrypt)
     receiver = Receiver(channels, memory, host_id(), "tcp://127.0.0.1:*", transport=transport)
     channels.register(pipe.fileno())
@@ -62,29 +65,44 @@ def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, to
         memory.close()
 
 
+def _pool(tokens: int, gpu: bool) -> Any:
+    """Return a pool for ``tokens`` tokens of random KV, in host memory or on the first GPU. All its pages are touched,
+    so that no page fault is measured."""
+    blocks = LAYOUT.blocks_for(tokens)
+    if not gpu:
+        memory = KvMemory(LAYOUT, blocks)
+        memory.raw[:] = np.random.default_rng(0).integers(0, 256, memory.raw.shape[1], np.uint8)
+        return memory
+    from common.kv.storage.cuda import CudaMemory
+    from common.kv.storage.cuda_driver import torch_driver  # imports torch
+
+    on_gpu = CudaMemory(LAYOUT, blocks, torch_driver(0))
+    on_gpu.calls.tensor(on_gpu.slab, on_gpu.slab.size).random_()
+    return on_gpu
+
+
 def _peer(name: str, address: str) -> Peer:
     return Peer(WorkerName(name), new_incarnation(), address, host_id(), LAYOUT.dtype, _TOKEN)
 
 
-def _table(memory: KvMemory) -> list[BlockId]:
+def _table(memory: PoolMemory) -> list[BlockId]:
     return [BlockId(index) for index in range(memory.blocks)]
 
 
-def measure(transport: str, tokens: int, repeats: int, *, encrypt: bool = False) -> list[float]:
+def measure(transport: str, tokens: int, repeats: int, *, encrypt: bool = False, gpu: bool = False) -> list[float]:
     """Return the bytes per second of each of ``repeats`` transfers of ``tokens`` tokens by ``transport``, after one
-    transfer to warm up."""
+    transfer to warm up. With ``gpu`` both pools are in the memory of the first GPU."""
     malloc.keep_freed()
     with tempfile.TemporaryDirectory() as directory:
         key_file = Path(directory) / "cluster.key"
         keys.make(key_file)
         here, there = multiprocessing.get_context("spawn").Pipe()
         child = multiprocessing.get_context("spawn").Process(
-            target=_receive, args=(there, key_file, transport, encrypt, tokens)
+            target=_receive, args=(there, key_file, transport, encrypt, tokens, gpu)
         )
         child.start()
         there.close()
-        memory = KvMemory(LAYOUT, LAYOUT.blocks_for(tokens))
-        memory.raw[:] = 1
+        memory = _pool(tokens, gpu)
         channels = Channels(keys.load(key_file, "prefill"), encrypt_kv=encrypt)
         sender = Sender(channels, memory, new_incarnation(), host_id(), transport=transport)
         try:
@@ -101,7 +119,9 @@ def measure(transport: str, tokens: int, repeats: int, *, encrypt: bool = False)
             memory.close()
 
 
-def _transfer(sender: Sender, channels: Channels, memory: KvMemory, peer: Peer, pipe: Connection, tokens: int) -> float:
+def _transfer(
+    sender: Sender, channels: Channels, memory: PoolMemory, peer: Peer, pipe: Connection, tokens: int
+) -> float:
     transfer, table = TransferId(new_request_id(), 1), _table(memory)
     pipe.send(transfer)
     pipe.recv()
