@@ -1,4 +1,4 @@
-"""Compare the Triton backend with the reference, one case of a grid at a time. Needs TRITON_INTERPRET=1.
+"""Compare the Triton backend with the reference, one case of a grid at a time. On a CPU it needs TRITON_INTERPRET=1.
 
 Every slot of the pool that a sequence does not own holds NaN, so a read beyond its end shows.
 """
@@ -18,6 +18,7 @@ from common.attention.torch_reference import TorchReference
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
+from common.kv.storage.slab import SlabStore
 from common.kv.storage.tensors import KvStore
 from tests.selection import covering
 
@@ -85,17 +86,18 @@ def sampled() -> list[Case]:
     return [cases[index] for index in covering(places)]
 
 
-def error_of(case: Case, make: Make) -> float:
-    """Return the largest error of the backend's outputs in units of the tolerance: above 1, or NaN, it is wrong."""
+def error_of(case: Case, make: Make, device: str = "cpu") -> float:
+    """Return the largest error of the backend's outputs on ``device`` in units of the tolerance: above 1, or NaN, it is
+    wrong."""
     layer, query_heads = HEADS[case.heads]
     dtype, size, splits = SETUPS[case.setup]
     torch.manual_seed(0)
     fields = dict(OPTIONS[case.option])
-    sinks = torch.randn(query_heads) if fields.pop("sinks", False) else None
+    sinks = torch.randn(query_heads).to(device) if fields.pop("sinks", False) else None
     params = Params(layer.k_dim**-0.5, sinks=sinks, **fields)
-    with filled(layer, dtype, size, SHAPES[case.shape]) as (store, spans):
+    with filled(layer, dtype, size, SHAPES[case.shape], device) as (store, spans):
         rows = spans[-1].row + spans[-1].length
-        query = torch.randn(query_heads, rows, layer.k_dim).to(store.dtype).transpose(0, 1)
+        query = torch.randn(query_heads, rows, layer.k_dim).to(device, store.dtype).transpose(0, 1)
         oracle, backend = TorchReference(store), make(store, splits)
         expected = oracle.attend(oracle.plan(spans), 1, query, params).float()
         got = backend.attend(backend.plan(spans), 1, query, params).float()
@@ -105,11 +107,16 @@ def error_of(case: Case, make: Make) -> float:
 
 @contextmanager
 def filled(
-    layer: LayerLayout, dtype: KvDtype, size: int, shapes: list[tuple[int, int]]
-) -> Iterator[tuple[KvStore, list[Span]]]:
+    layer: LayerLayout, dtype: KvDtype, size: int, shapes: list[tuple[int, int]], device: str = "cpu"
+) -> Iterator[tuple[KvStorage, list[Span]]]:
     """Yield a pool of two layers, and spans over random disjoint blocks of it."""
     counts = [-(-(start + length) // size) for start, length in shapes]
-    store = KvStore(KvMemory(KvLayout((layer, layer), dtype, size), sum(counts) + 3))
+    layout, blocks = KvLayout((layer, layer), dtype, size), sum(counts) + 3
+    store: KvStorage
+    if device == "cpu":
+        store = KvStore(KvMemory(layout, blocks))
+    else:
+        store = SlabStore(layout, blocks, torch.device(device))
     free = list(range(store.blocks))
     random.Random(len(free)).shuffle(free)
     spans, row = [], 0

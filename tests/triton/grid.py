@@ -1,4 +1,5 @@
-"""Run the grid, or a share of it: ``TRITON_INTERPRET=1 python -m tests.triton.grid [--sample] [--share I/N]``."""
+"""Run the grid, or a share of it: ``TRITON_INTERPRET=1 python -m tests.triton.grid [--sample] [--share I/N]``, or on a
+GPU ``python -m tests.triton.grid --device cuda``."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--share", default="0/1")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     share, shares = map(int, options.share.split("/"))
     torch.set_num_threads(1)
@@ -32,7 +34,7 @@ def main() -> int:
     cases = (sampled() if options.sample else grid())[share::shares]
     wrong = 0
     for case in cases:
-        if not (error := error_of(case, make)) <= 1:
+        if not (error := error_of(case, make, options.device)) <= 1:
             print(f"{case}: {error:.3g} times the tolerance")
             wrong += 1
     print(f"{len(cases)} cases, {wrong} wrong")
