@@ -15,7 +15,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test test-all test-fast tests check style types docs site simulation chaos soak builtin-model bench bench-crosscheck install clean
+.PHONY: help up test test-all test-fast tests check style types docs site simulation chaos soak builtin-model bench gpu bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,12 @@ builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draf
 
 bench: $(VENV)/.installed-bench ## all goals on two cores, PEERS=FOLDER with vLLM beside them (ARGS="--only C1,C4")
 	@$(BIN)/tandem bench goals $(if $(PEERS),--peers $(PEERS)) $(ARGS)
+
+# PYTHON: an interpreter that has torch and triton already, on a machine where nothing can be installed; WHEELS: a folder of
+# wheels of the rest (msgspec, pyzmq, msgpack).
+gpu: $(if $(PYTHON),,$(VENV)/.installed) ## check the kernels and measure G1 to G8 on one GPU (ARGS="--resume"; on a CPU ARGS="--dry")
+	@for wheel in $(wildcard $(WHEELS)/*.whl); do $(PYTHON) -m zipfile -e $$wheel .cache/wheels; done
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/.cache/wheels $(or $(PYTHON),$(BIN)/python) -m deploy.cli bench gpu $(ARGS)
 
 bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=PROGRAM) report what tandem bench serve reports?
 	@$(BIN)/tandem bench crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)

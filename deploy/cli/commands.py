@@ -16,6 +16,7 @@ from common.config.bench.control_latency import BenchControlLatencyConfig
 from common.config.bench.crosscheck import BenchCrosscheckConfig
 from common.config.bench.goals import BenchGoalsConfig
 from common.config.bench.goodput import BenchGoodputConfig
+from common.config.bench.gpu import BenchGpuConfig
 from common.config.bench.handoff_cost import BenchHandoffCostConfig
 from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.config.bench.kernels import BenchKernelsConfig
@@ -126,6 +127,10 @@ COMMANDS = {
         Command(
             "bench goals", "measure the goals C1 to C12 on two cores, beside vLLM", BenchGoalsConfig,
             "bench.commands.goals:run", measures=True,
+        ),
+        Command(
+            "bench gpu", "check kernels and measure the goals G1 to G8 on one GPU", BenchGpuConfig,
+            "bench.commands.gpu:run", measures=True,
         ),
         Command(
             "bench wire", "measure the KV transfer rate between two processes, by link", BenchWireConfig,

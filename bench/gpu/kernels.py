@@ -1,0 +1,120 @@
+"""The kernels on the card: all of them against the oracle, and G3, paged decode attention alone."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from bench.goals.figures import GoalTarget, Row
+from bench.gpu.stages import Setting
+from bench.gpu.timing import seconds_per_call
+from bench.load.results import ROOT
+from common.attention.interface import Params, Span
+from common.core.errors import StartError
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.slab import SlabStore
+
+PROCESSES = 8
+"""Compilation takes most of the time, on the host's cores."""
+DRY_SHARES = 40
+"""In a dry run one of so many parts of the sampled grid runs."""
+BLOCK, DIM, HEADS = 16, 128, 32
+GROUPS = (4, 8)
+POINTS = ((1, 1024), (1, 32_768), (16, 4096), (64, 1024), (64, 8192), (256, 1024), (256, 4096))
+"""Batch and context."""
+_CALLS_OF_A_GRAPH = 10
+
+
+def correct(setting: Setting) -> list[Row]:
+    """Run the sampled grid of the tests on the device, in several processes. Raises StartError with the cases that are
+    wrong."""
+    shares = [f"0/{DRY_SHARES}"] if setting.dry else [f"{share}/{PROCESSES}" for share in range(PROCESSES)]
+    words = [sys.executable, "-m", "tests.triton.grid", "--sample", "--device", "cpu" if setting.dry else "cuda"]
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if setting.dry else {}), "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.Popen(
+            [*words, "--share", share],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for share in shares
+    ]
+    said = [run.communicate()[0] for run in runs]
+    if broken := [text for run, text in zip(runs, said, strict=True) if run.returncode]:
+        raise StartError("kernels are wrong on this device", "".join(broken)[-2000:], "correct them")
+    count = sum(int(text.splitlines()[-1].split()[0]) for text in said)
+    return [Row("", "cases of the kernels' grid that equal the oracle", "", count, (), note="none is wrong")]
+
+
+def g3(setting: Setting) -> list[Row]:
+    """Paged decode attention against the copy bandwidth, and against torch's attention over contiguous KV."""
+    device = torch.device(setting.device)
+    rows = []
+    for group in GROUPS:
+        for batch, context in ((2, 64),) if setting.dry else POINTS:
+            rows.append(_decode(setting, device, group, batch, context))
+    return rows
+
+
+def _decode(setting: Setting, device: torch.device, group: int, batch: int, context: int) -> Row:
+    kv_heads = (8 if setting.dry else HEADS) // group
+    dtype: Any = "float32" if setting.dry else "bfloat16"
+    layout = KvLayout((LayerLayout(kv_heads, DIM, DIM),), dtype, BLOCK)
+    store = SlabStore(layout, batch * -(-context // BLOCK), device)
+    for part in (store.k(0), store.v(0)):
+        part.normal_()
+    query = torch.randn(batch, kv_heads * group, DIM, device=device, dtype=store.dtype)
+    backend = _backend(setting, store)
+    each = layout.blocks_for(context)
+    order = torch.randperm(store.blocks).tolist()  # blocks of a pool in use are scattered
+    plan = backend.plan([Span(row, 1, context - 1, order[row * each : (row + 1) * each]) for row in range(batch)])
+    params = Params(DIM**-0.5)
+    seconds = _captured_s(lambda: backend.attend(plan, 0, query, params), device)
+    least = 2 * batch * context * kv_heads * DIM * layout.element_bytes / setting.ceilings["copy_bytes_per_s"]
+    dense = _dense_s(batch, context, kv_heads, group, store.dtype, device)
+    store.close()
+    return Row(
+        "G3", f"paged decode attention, batch {batch}, context {context:,}, group of {group}", "µs", 1e6 * seconds,
+        (GoalTarget("share", 0.85), GoalTarget("value", 1e6 * dense, at_most=True)), limit=1e6 * least,
+        share=least / seconds, note=f"torch's attention over contiguous KV: {1e6 * dense:.1f} µs",
+    )  # fmt: skip
+
+
+def _backend(setting: Setting, store: SlabStore) -> Any:
+    if setting.dry:  # without the interpreter, whose kernels say nothing about speed
+        from common.attention.torch_reference import TorchReference
+
+        return TorchReference(store)
+    from common.attention.triton import TritonAttention
+
+    return TritonAttention(store)
+
+
+def _dense_s(batch: int, context: int, kv_heads: int, group: int, dtype: torch.dtype, device: torch.device) -> float:
+    query = torch.randn(batch, kv_heads * group, 1, DIM, device=device, dtype=dtype)
+    key, value = (torch.randn(batch, kv_heads, context, DIM, device=device, dtype=dtype) for _ in range(2))
+    return _captured_s(lambda: functional.scaled_dot_product_attention(query, key, value, enable_gqa=True), device)
+
+
+def _captured_s(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of ``call``, on a GPU within a CUDA graph, so that launches from Python do not count."""
+    if device.type != "cuda":
+        return statistics.median(seconds_per_call(call, device))
+    for _ in range(3):  # compile and reserve outside of the capture
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS_OF_A_GRAPH):
+            call()
+    return statistics.median(seconds_per_call(graph.replay, device)) / _CALLS_OF_A_GRAPH
