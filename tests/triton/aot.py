@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from common.kernels.triton import INTERPRETED, canonical, decode, prefill, store
+from common.kernels.triton import INTERPRETED, canonical, decode, layers, prefill, store
 from common.kernels.triton.spans import DecodeRows, PrefillSpans
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -150,6 +150,15 @@ def launches_of(model: Model, capability: int) -> list[Launch]:
         store.write(key, value, keys, values, slots)
         angles = (empty(rows, model.k_dim // 2 * 2, dtype=model.dtype),) * 2
         store.rotate_write(query, key, value, angles, keys, values, slots)
+    with recorded(layers, made):
+        hidden, wide = empty(rows, 4096, dtype=model.dtype), empty(rows, 28672, dtype=model.dtype)
+        weight, head = empty(4096, dtype=model.dtype), empty(model.k_dim, dtype=model.dtype)
+        for delta in (None, hidden):
+            layers.add_norm(hidden, delta, weight, 1e-6)
+        for norms in (None, (head, head, 1e-6)):
+            layers.rotate(query, key, angles, norms)
+        for activation in layers.ACTIVATIONS:
+            layers.gate(*wide.chunk(2, dim=1), activation)
     with recorded(canonical, made):
         units = (empty(1 << 12, 1 << 20, dtype=torch.int64), empty(1 << 24, dtype=torch.int64))
         for gather in (True, False):
