@@ -240,6 +240,7 @@ class DecodeGraphs:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # the tensors were made in it, and torch writes them only there
     def launch(self, batch: Batch) -> LaunchedStep | None:
         """Queue the decode step ``batch``; None if it must run without a graph. See
         :class:`common.engine.launched.Launch`."""
@@ -254,14 +255,19 @@ class DecodeGraphs:
         rows = next(size for size in self.sizes if size >= count)
         turn = self._launched % UNREAD
         spans = self._inputs[turn].fill(batch, self._rows, self._block_size, parameters, rows)
-        self._attention.plan(spans, rows)
-        self._calls.copy(self._words, self._inputs[turn].words)
-        self._graphs[rows, parameters.kind]()
-        self._calls.copy(self._outputs[turn], self._sampled)
+        try:
+            self._attention.plan(spans, rows)
+            self._calls.copy(self._words, self._inputs[turn].words)
+            self._graphs[rows, parameters.kind]()
+            self._calls.copy(self._outputs[turn], self._sampled)
+            done = self._calls.event()
+        except RuntimeError as error:
+            faults.raise_if_lost(error)
+            raise
         self._launched += 1
         self._parameters = parameters
         self._rows = {segment.sequence: row for row, segment in enumerate(batch.segments)}
-        return _Launched(self, count, self._outputs[turn], self._calls.event())
+        return _Launched(self, count, self._outputs[turn], done)
 
     def _parameters_of(self, batch: Batch) -> _Parameters | None:
         """Return the sampling parameters of the batch's rows; None if some row needs more than graphs have."""

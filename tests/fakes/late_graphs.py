@@ -40,6 +40,7 @@ class LateCalls:
         return torch.zeros(shape, dtype=torch.int64)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert torch.is_inference_mode_enabled() or not target.is_inference(), "torch refuses to write it"
         self.put(lambda: target.copy_(source))
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
