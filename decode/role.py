@@ -21,11 +21,12 @@ from typing import Any
 
 import msgspec
 
-from common.core.errors import InvariantBroken
+from common.core.errors import InvariantBroken, WireError
 from common.core.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
 from common.core.request import FinishReason, Request
 from common.core.sequence import Batch, Sequence, TokenLogprobs
 from common.engine.scheduler import Sampled
+from common.kv.layout import converts
 from common.net.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing, Welcome
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
@@ -111,6 +112,8 @@ class DecodeWorker(Worker):
     def handle(self, message: Any, now: float) -> None:
         match message:
             case Reserve():
+                if not converts(message.prefill.dtype, self.engine.layout.dtype):
+                    raise WireError(f"KV in {message.prefill.dtype}, which this pool cannot store")
                 self._reserve(message, now)
             case Generate():
                 self._generate(message, now)

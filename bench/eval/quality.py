@@ -1,9 +1,10 @@
-"""Measures what fewer bits per weight cost in quality: ``tandem bench quality``.
+"""Measures what fewer bits per weight or per KV element cost in quality: ``tandem bench quality``.
 
 The engine computes the next-token distributions over the golden chats with their reference answers, token by token as
 in decoding, in float32 and in each format to be judged. Three figures over the tokens of all answers compare a format
 with float32: the perplexity of the references, the fraction of positions with the same most likely token, and the
-Kullback-Leibler divergence in nats. bfloat16 is included because int8 is an alternative to it: half its size.
+Kullback-Leibler divergence in nats. bfloat16 is included because the 8-bit formats are alternatives to it, of half its
+size.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ from coordinator.api.openai import parse_chat
 from coordinator.text.tokenizer import TextModel
 
 AT_ONCE, LONGEST = 32, 1024
-Way = tuple[KvDtype, Literal["none", "int8"]]
-REFERENCE: Way = ("float32", "none")
-WAYS: dict[str, Way] = {"bfloat16": ("bfloat16", "none"), "int8": ("bfloat16", "int8")}
+Way = tuple[KvDtype, Literal["none", "int8", "fp8"], Literal["auto", "fp8"]]
+"""Element type of the computation, quantization of the weights, and element type of the KV pool."""
+REFERENCE: Way = ("float32", "none", "auto")
+WAYS: dict[str, Way] = {
+    "bfloat16": ("bfloat16", "none", "auto"),
+    "int8": ("bfloat16", "int8", "auto"),
+    "fp8": ("bfloat16", "fp8", "auto"),
+    "fp8 KV": ("bfloat16", "none", "fp8"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +89,11 @@ def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
 def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> torch.Tensor:
     """Return the log probabilities of each token of each answer, given those before it: [answer tokens, vocabulary],
     float32, in order."""
-    dtype, quantization = way
+    dtype, quantization, kv_cache_dtype = way
     blocks = AT_ONCE * -(-LONGEST // 16)
     engine = load_engine(
         checkpoint, dtype=dtype, num_kv_blocks=blocks, max_batched_tokens=AT_ONCE * LONGEST, max_num_seqs=AT_ONCE,
-        batch_hint=AT_ONCE, quantization=quantization,
+        batch_hint=AT_ONCE, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     try:
         rows: list[list[torch.Tensor]] = [[] for _ in asked]

@@ -42,6 +42,8 @@ def _native(store: KvStorage) -> AttentionBackend:
         raise Unusable("the kernels in C run on CPUs")
     if cpu.library() is None:
         raise Unusable(cpu.MISSING)
+    if store.codec is not None:
+        raise Unusable("the kernels in C do not know KV in fp8")
     return NativeAttention(store)
 
 
@@ -52,6 +54,8 @@ def _cpu(store: KvStorage) -> AttentionBackend:
 
 
 def _triton(store: KvStorage) -> AttentionBackend:
+    if store.codec is not None:
+        raise Unusable("the Triton kernels do not know KV in fp8 yet")
     if (why := triton_kernels.unusable(store.device.type)) is not None:
         raise Unusable(why)
     from common.attention.triton import TritonAttention
@@ -60,6 +64,8 @@ def _triton(store: KvStorage) -> AttentionBackend:
 
 
 def _flash(store: KvStorage) -> AttentionBackend:
+    if store.codec is not None:
+        raise Unusable("flash-attn is not used for KV in fp8")
     from common.attention.flash import FlashUnusable, find_flash
 
     try:
@@ -141,10 +147,11 @@ class _Choice:
 
     def _best(self, phase: Phase) -> tuple[AttentionBackend, str]:
         if self._store.device.type == "cpu":
-            if cpu.library() is not None:
+            try:
                 made = self._make("native", phase)
                 return made, _described(made)
-            return self._make("cpu", phase), f"cpu: {cpu.MISSING}, which makes decoding slower"
+            except Unusable as error:
+                return self._make("cpu", phase), f"cpu: {error}, which makes decoding slower"
         refused = ""
         for name in _PREFERRED[phase]:
             try:

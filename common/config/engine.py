@@ -19,7 +19,8 @@ from common.config.options import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "native", "cpu", "torch", "triton", "flash"]
 KvTransport = Literal["auto", "shm", "zmq", "cuda-ipc", "nccl", "nixl"]
 PLAIN_TRANSPORTS = {"nixl": "UCX", "nccl": "NCCL"}
@@ -69,8 +70,9 @@ class EngineOptions:
     )
     quantization: Quantization = option(
         "none",
-        "int8 stores the weights of linear layers in 8 bits; must be the same on all workers",
-        one_of("none", "int8"),
+        "int8 (CPUs) or fp8 (GPUs; emulated and slow on CPUs) store the weights of linear layers in 8 bits, fp8 "
+        "also multiplies in 8 bits; must be the same on all workers",
+        one_of("none", "int8", "fp8"),
         "model",
     )
     attention: Attention = option(
@@ -99,6 +101,12 @@ class EngineOptions:
         "number of ranks (processes) among which each worker splits the model",
         count(1, 64),
         "model",
+    )
+    kv_cache_dtype: KvCacheDtype = option(
+        "auto",
+        "element type of the KV pool: auto is --dtype, fp8 halves it; must be the same on all workers",
+        one_of("auto", "fp8"),
+        "memory",
     )
     kv_cache_memory: int | None = option(
         None,

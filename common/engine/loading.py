@@ -23,6 +23,10 @@ from common.kernels import triton
 from common.kv.budget import Budget, fit
 from common.kv.gpu_budget import Share, most_for_kv, plan_pool
 from common.kv.layout import KvDtype, KvLayout
+from common.kv.scales import KvScales
+from common.kv.storage.fp8 import Fp8Codec
+from common.kv.storage.tensors import DTYPES
+from common.model.fp8 import Fp8Linear, round_linears
 from common.model.gpu_layers import PARTS, fuse_gpu_layers
 from common.model.layers import fuse_layers
 from common.model.linears import PackedLinear, pack_linears
@@ -49,7 +53,8 @@ def load_engine(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
-    quantization: Literal["none", "int8"] = "none",
+    quantization: Literal["none", "int8", "fp8"] = "none",
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     enforce_eager: bool = False,
     gpu_fusion: Sequence[str] = PARTS,
     leader: Leader | None = None,
@@ -66,16 +71,18 @@ def load_engine(
     machine, share = machine or probe_cpu(), gpu_share or Share()
     chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
+    stored: KvDtype = chosen if kv_cache_dtype == "auto" else "fp8"
     _check_quantization(quantization, machine)
     if leader is not None:
         leader.check(machine)
+        _check_one_rank(quantization, kv_cache_dtype)
     room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share)
 
     def budget(layers: tuple[object, ...] | None, room: int) -> Budget | None:
         if layers is None:
             return None
         return fit(
-            KvLayout(layers, chosen, block_size),  # type: ignore[arg-type]
+            KvLayout(layers, stored, block_size),  # type: ignore[arg-type]
             checkpoint.max_position,
             max_model_len,
             kv_bytes=room,
@@ -89,15 +96,19 @@ def load_engine(
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
     where, int8 = _move(model, machine), quantization == "int8"
     seen = probe(model, checkpoint)
-    fused = fuse_layers(model, int8) if machine.gpu is None and leader is None else 0
-    if where.type == "cuda" and leader is None:
+    rounded = round_linears(model) if quantization == "fp8" else []
+    fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
+    if where.type == "cuda" and leader is None and not rounded:
         notes += _fuse_for_gpu(model, gpu_fusion)
     packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
     layers, shards = (seen.layers, 1) if leader is None else leader.whole_layers(checkpoint, seen.layers)
-    layout = KvLayout(layers, chosen, block_size, shards)
-    fingerprint = _fingerprint(checkpoint, weights, rotary, quantization)
-    make = partial(_make_engine, checkpoint, model, seen, layout, machine, where, attention, fingerprint, leader)
+    layout = KvLayout(layers, stored, block_size, shards)
+    scales = KvScales.for_peaks(seen.peaks) if stored == "fp8" else None
+    codec = None if scales is None else Fp8Codec(scales, DTYPES[chosen], where)
+    kv = "" if scales is None else f"kv fp8 of {chosen} by {scales.fingerprint}"
+    fingerprint = _fingerprint(checkpoint, weights, rotary, quantization, kv)
+    make = partial(_make_engine, checkpoint, model, seen, layout, codec, machine, where, attention, fingerprint, leader)
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
         rows = min(max_batched_tokens, checkpoint.max_position)
         use = measure_use(lambda: make(layout.blocks_for(rows), rows), max_batched_tokens, max_num_seqs)
@@ -109,8 +120,9 @@ def load_engine(
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *notes]
     engine.notes += _layer_notes(model, fused, bool(fused) and engine.shorten(seen.tokens), packed, batch_hint, int8)
+    engine.notes += _fp8_notes(rounded, scales)
     memory.keep_freed_memory()
-    engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
+    engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 or rounded or scales else None)
     if where.type == "cuda" and leader is None:
         _capture(engine, where, enforce_eager)
     return engine
@@ -133,6 +145,12 @@ def _capture(engine: ModelEngine, where: torch.device, enforce_eager: bool) -> N
 def _check_quantization(quantization: str, machine: Device) -> None:
     if quantization == "int8" and machine.gpu is not None:
         raise StartError("--quantization int8 runs on CPUs only", f"this worker computes on {machine.name}", "omit it")
+
+
+def _check_one_rank(quantization: str, kv_cache_dtype: str) -> None:
+    if "fp8" in (quantization, kv_cache_dtype):
+        why = "each rank would choose scales of its own"
+        raise StartError("fp8 does not work with tensor parallelism yet", why, "omit one of the two")
 
 
 def _most_for_kv(checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share: Share) -> int:
@@ -165,6 +183,7 @@ def _make_engine(
     model: nn.Module,
     seen: Probe,
     layout: KvLayout,
+    codec: Fp8Codec | None,
     machine: Device,
     where: torch.device,
     attention: Wanted,
@@ -175,7 +194,10 @@ def _make_engine(
 ) -> ModelEngine:
     """Return an engine with a pool of ``blocks`` blocks, whose notes say how it attends. The model attends through the
     engine that was made last."""
-    store = make_store(layout, blocks, machine, where) if leader is None else leader.make_store(layout, blocks)
+    if leader is None:
+        store = make_store(layout, blocks, machine, where, codec)
+    else:
+        store = leader.make_store(layout, blocks)
     chosen = select_backend(store, attention, seen.calls)
     steps = None
     if machine.gpu is not None:
@@ -201,10 +223,21 @@ def _layer_notes(
         yield "linear layers quantized to int8: half the memory of bfloat16, slightly different results"
 
 
-def _fingerprint(checkpoint: Checkpoint, weights: str, rotary: str, quantization: str) -> str:
+def _fp8_notes(rounded: Sequence[Fp8Linear], scales: KvScales | None) -> Iterator[str]:
+    """Yield notes on what is in float8: the linear layers ``rounded``, and KV with ``scales``."""
+    if rounded:
+        slow = sum(not each.in_hardware for each in rounded)
+        how = f", {slow} of them emulated in float32, which is for tests and slow" if slow else ""
+        yield f"{len(rounded)} linear layers in fp8 with a scale per row and per token{how}"
+    if scales is not None:
+        count = sum(len(layer.k) + len(layer.v) for layer in scales.layers)
+        yield f"KV in fp8: half the memory of bfloat16; {scales.scaled_heads} of {count} scales differ from 1"
+
+
+def _fingerprint(checkpoint: Checkpoint, weights: str, rotary: str, quantization: str, kv: str) -> str:
     """Return the fingerprint of the loaded model: the checkpoint's, a dot, and the hash of all ``weights`` in its
-    files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights), another dot and a hash
-    of these changes follow."""
-    made = [part for part in (rotary, "" if quantization == "none" else quantization) if part]
+    files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights, ``kv`` with scales),
+    another dot and a hash of these changes follow."""
+    made = [part for part in (rotary, "" if quantization == "none" else quantization, kv) if part]
     loaded = f"{checkpoint.fingerprint}.{weights}"
     return f"{loaded}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}" if made else loaded

@@ -198,7 +198,7 @@ def follow(
     batch_hint: int,
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
-    quantization: Literal["none", "int8"] = "none",
+    quantization: Literal["none", "int8", "fp8"] = "none",
 ) -> None:
     """Load this rank's share as rank 0 does its own, and compute every step that rank 0 sends, until it leaves. The
     arguments must be those of rank 0's :func:`common.engine.loading.load_engine`. StartError if the model cannot be

@@ -12,6 +12,7 @@ from common.kv.layout import KvLayout
 from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.cuda_driver import torch_driver
 from common.kv.storage.device_calls import DeviceCalls, DeviceFailed
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
 from common.kv.storage.slab import SlabStore
@@ -19,17 +20,21 @@ from common.kv.storage.tensors import KvStore
 from common.platform.device import Device
 
 
-def make_store(layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
-    """Return a pool of ``blocks`` blocks on ``where``, the device of ``machine``. Raises StartError if a GPU has too
-    little memory."""
+def make_store(
+    layout: KvLayout, blocks: int, machine: Device, where: torch.device, codec: Fp8Codec | None = None
+) -> KvStorage:
+    """Return a pool of ``blocks`` blocks on ``where``, the device of ``machine``, in fp8 with ``codec``. Raises
+    StartError if a GPU has too little memory."""
     if machine.gpu is None:
-        return KvStore(KvMemory(layout, blocks))
+        return KvStore(KvMemory(layout, blocks), codec=codec)
     if where.type != "cuda":
-        return SlabStore(layout, blocks, where)
-    return cuda_store(layout, blocks, where, _driver(where.index or 0))
+        return SlabStore(layout, blocks, where, codec=codec)
+    return cuda_store(layout, blocks, where, _driver(where.index or 0), codec)
 
 
-def cuda_store(layout: KvLayout, blocks: int, where: torch.device, calls: DeviceCalls) -> KvStorage:
+def cuda_store(
+    layout: KvLayout, blocks: int, where: torch.device, calls: DeviceCalls, codec: Fp8Codec | None = None
+) -> KvStorage:
     """Return tensors on ``where`` over a pool that ``calls`` allocates there, and that hand-offs can export. Raises
     StartError if there is too little memory."""
     size = layout.block_bytes * blocks
@@ -41,7 +46,7 @@ def cuda_store(layout: KvLayout, blocks: int, where: torch.device, calls: Device
             str(error),
             "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
         ) from None
-    return SlabStore(layout, blocks, where, calls.tensor(memory.slab, size), memory)
+    return SlabStore(layout, blocks, where, calls.tensor(memory.slab, size), memory, codec)
 
 
 @cache

@@ -2,7 +2,8 @@
 
 Uses numpy alone, which has no bfloat16: a bfloat16 is the upper half of a float32. Conversion to a type with at least
 the same range and precision is exact; else values are rounded to nearest, ties to even (IEEE 754), and values too large
-for the target become infinite. A NaN stays a NaN.
+for the target become infinite. A NaN stays a NaN. fp8 is not converted, since its bytes mean nothing without the scales
+of their heads: workers that share a model either all store it or none does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from common.kv.layout import KvDtype
+from common.kv.layout import KvDtype, converts
 
 Bytes = npt.NDArray[np.uint8]
 _INFINITY = np.uint32(0x7F80_0000)
@@ -21,7 +22,9 @@ _BELOW_HALF = np.uint32(0x7FFF)
 
 def converted(data: Bytes, source: KvDtype, target: KvDtype) -> Bytes:
     """Convert elements of type ``source`` to ``target``; both as flat uint8. Returns ``data`` itself if the types are
-    the same."""
+    the same. Raises ValueError unless :func:`common.kv.layout.converts`."""
+    if not converts(source, target):
+        raise ValueError(f"KV in {source} cannot be stored as {target}: fp8 has scales that others do not know")
     return data if source == target else _from_float32(_to_float32(data, source), target)
 
 

@@ -14,10 +14,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-KvDtype = Literal["float32", "bfloat16", "float16"]
-ELEMENT_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+"""Element types of KV. fp8 is float8 e4m3 in units of its head's scale (:mod:`common.kv.scales`); models do not compute
+in it."""
+ELEMENT_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 CHAIN_STEP = 16
 """Tokens per link of the prefix hash chain; every block size is a multiple of it."""
+
+
+def converts(source: KvDtype, target: KvDtype) -> bool:
+    """Return whether KV of element type ``source`` can be stored as ``target``: fp8 means nothing without the scales of
+    its heads, which only pools in fp8 have."""
+    return source == target or "fp8" not in (source, target)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
+        self.packed = torch.ops.mkldnn._reorderlinear_weight(weight.detach().contiguous(), rows)
         self.bias = None if bias is None else bias.detach()
         # modelling code may read the dtype or the shape, never the values
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -211,7 +211,7 @@ def pack_linears(model: nn.Module, rows: int, int8: bool = False) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            weight = _linear_weight(child)
+            weight = linear_weight(child)
             if weight is not None and (packed := _packed(weight, child.bias, rows, int8)) is not None:  # type: ignore[arg-type]
                 setattr(parent, name, packed)
                 del weight, child
@@ -244,7 +244,7 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int, int8: bo
     return PackedLinear(weight, bias, rows) if packing_pays(weight.dtype, rows) else None
 
 
-def _linear_weight(module: nn.Module) -> torch.Tensor | None:
+def linear_weight(module: nn.Module) -> torch.Tensor | None:
     """Return the [out, in] weight of a plain linear layer; None for any other module, even a subclass, which may behave
     differently."""
     if type(module) is nn.Linear:

@@ -27,20 +27,23 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 vocabulary, divided by the standard deviation of the row's logits; the median over rows counts."""
 
 QUANTISED_TOLERANCE = 0.25
-"""The largest accepted difference for weights that were rounded to int8."""
+"""The largest accepted difference for weights, activations or KV that are rounded to 8 bits."""
 
 
 @dataclass
 class Recorder:
-    """Dense attention over one sequence. Records (layer, KV shape, heads and parameters) of each call in ``calls``."""
+    """Dense attention over one sequence. Records (layer, KV shape, heads and parameters) of each call in ``calls``, and
+    the largest magnitude of each KV head's keys and of its values, float32 [kv_heads] each, in ``peaks``."""
 
     calls: list[tuple[int, LayerLayout, LayerCall]] = field(default_factory=list)
+    peaks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
         shape = LayerLayout(key.shape[1], key.shape[2], value.shape[2])
         self.calls.append((layer, shape, LayerCall(query.shape[1], params)))
+        self.peaks.append((key.abs().amax(dim=(0, 2)).float(), value.abs().amax(dim=(0, 2)).float()))
         return attend_one(query, key, value, 0, params).to(query.dtype)
 
 
@@ -48,12 +51,14 @@ class Recorder:
 class Probe:
     """Result of :func:`probe`. ``layers``: the model's KV shapes. ``calls``: how it calls each layer's attention.
     ``tokens``: the 32 ids that were run. ``logits`` [32, vocab], in the model's dtype: their logits with eager
-    attention, which our attention must reproduce."""
+    attention, which our attention must reproduce. ``peaks``: per layer, the largest magnitude of each KV head's keys
+    and of its values."""
 
     layers: tuple[LayerLayout, ...]
     calls: tuple[LayerCall, ...]
     tokens: list[int]
     logits: torch.Tensor
+    peaks: tuple[tuple[list[float], list[float]], ...] = ()
 
 
 def forward(
@@ -92,7 +97,8 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
         raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
     layers = _layers(checkpoint, recorder)
     require_equal(checkpoint, ours, eager, "with our attention")
-    return Probe(layers, tuple(call for _, _, call in recorder.calls), tokens, eager)
+    peaks = tuple((k.tolist(), v.tolist()) for k, v in recorder.peaks)
+    return Probe(layers, tuple(call for _, _, call in recorder.calls), tokens, eager, peaks)
 
 
 def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

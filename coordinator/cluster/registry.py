@@ -18,7 +18,7 @@ from common.core.errors import InvariantBroken
 from common.core.gpu import GpuState
 from common.core.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation, WorkerName
 from common.core.timeouts import FailureTimes
-from common.kv.layout import CHAIN_STEP
+from common.kv.layout import CHAIN_STEP, converts
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.net.hosts import is_loopback, is_unspecified, parse_address, share_loopback
 from common.net.messages import PROTOCOL, Cached, Gpus, Heartbeat, Hello, Role
@@ -351,6 +351,12 @@ class Registry:
                     f"data address {decode.data_address} of {decode.name} on {decode.host}, which {prefill.name} on "
                     f"{prefill.host} cannot reach: start {decode.name} with --host and an address of its host"
                 )
+        for other in others:
+            if not converts(hello.dtype, other.dtype):
+                return (
+                    f"its KV is {hello.dtype}, that of {other.name} {other.dtype}: "
+                    "give all workers of a model the same --kv-cache-dtype"
+                )
         return _difference(hello, others[0]) if others else None
 
 
@@ -383,6 +389,8 @@ def _difference(hello: Hello, peer: Hello) -> str | None:
     why = ""
     if _weights(hello.fingerprint) != _weights(peer.fingerprint):
         why = ", whose weight files differ"
+    elif hello.fingerprint != peer.fingerprint and hello.dtype == "fp8":
+        why = ", loaded with another --quantization or --dtype, or whose KV in fp8 has other scales"
     elif hello.fingerprint != peer.fingerprint:
         why = ", loaded with another --quantization, or a --max-model-len that changes the model's rotary embedding"
     return f"{', '.join(pairs)} of {peer.name} ({models}){why}: workers of one model must have the same"

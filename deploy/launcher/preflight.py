@@ -86,7 +86,7 @@ def check_memory(
     for place in dict.fromkeys(coming):
         machine = device.probe_cpu() if place.gpu is None else device.probe_gpu(place.gpu)
         dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, machine)
-        layout = KvLayout(layers, dtype, config.block_size)
+        layout = KvLayout(layers, "fp8" if config.kv_cache_dtype == "fp8" else dtype, config.block_size)
         plan = fit(
             layout,
             checkpoint.max_position,

@@ -13,10 +13,14 @@ import torch
 
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
+from common.kv.storage.fp8 import Fp8Codec
 
 
 class KvStorage(Protocol):
     """Keys and values of every layer in ``blocks`` blocks of ``layout``, as tensors of ``dtype`` on ``device``.
+
+    A pool in fp8 has a ``codec``: :meth:`write` takes and :meth:`gather` returns the model's own dtype, while :meth:`k`
+    and :meth:`v` are float8 in units of the codec's scales.
 
     On a GPU every method only enqueues work on the current stream.
     """
@@ -25,6 +29,7 @@ class KvStorage(Protocol):
     dtype: torch.dtype
     device: torch.device
     blocks: int
+    codec: Fp8Codec | None
     memory: Any
     """What hand-offs need of the pool; the engine does not look at it."""
 

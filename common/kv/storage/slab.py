@@ -14,7 +14,8 @@ import torch
 from common.kernels import triton as triton_kernels
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
-from common.kv.storage.tensors import DTYPES, layer_views
+from common.kv.storage.fp8 import Fp8Codec
+from common.kv.storage.tensors import KV_DTYPES, layer_views
 
 
 class SlabStore:
@@ -22,14 +23,22 @@ class SlabStore:
     not yet written must be finite.
 
     They lie in ``slab`` (uint8 [blocks * block_bytes]) if it is given, else in memory of torch. ``memory``, which owns
-    the slab and is closed with the store, is what hand-offs need.
+    the slab and is closed with the store, is what hand-offs need. ``codec``: for a pool in fp8, how numbers become
+    bytes and back.
     """
 
     def __init__(
-        self, layout: KvLayout, blocks: int, device: torch.device, slab: torch.Tensor | None = None, memory: Any = None
+        self,
+        layout: KvLayout,
+        blocks: int,
+        device: torch.device,
+        slab: torch.Tensor | None = None,
+        memory: Any = None,
+        codec: Fp8Codec | None = None,
     ) -> None:
-        self.layout, self.blocks, self.device, self.memory = layout, blocks, device, memory
-        self.dtype = DTYPES[layout.dtype]
+        self.layout, self.blocks, self.device, self.memory, self.codec = layout, blocks, device, memory, codec
+        self.dtype = KV_DTYPES[layout.dtype]
+        assert (codec is None) == (layout.dtype != "fp8"), "fp8, and only fp8, needs scales"
         if slab is None:
             slab = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
         self.slab = slab.zero_().view(blocks, layout.block_bytes)
@@ -49,17 +58,18 @@ class SlabStore:
     ) -> None:
         """Store the rows of one step. Triton's kernel, which runs on GPUs, stores nothing for rows of block -1, the
         padding of a CUDA graph."""
-        if self._kernels is not None:
+        if self.codec is not None:
+            key, value = self.codec.encode(layer, key, value)
+        elif self._kernels is not None:
             self._kernels.write(key, value, self._k[layer], self._v[layer], slots)
             return
         self._k[layer].index_put_(slots, key)
         self._v[layer].index_put_(slots, value)
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            self._k[layer].index_select(0, blocks).flatten(0, 1),
-            self._v[layer].index_select(0, blocks).flatten(0, 1),
-        )
+        key = self._k[layer].index_select(0, blocks).flatten(0, 1)
+        value = self._v[layer].index_select(0, blocks).flatten(0, 1)
+        return (key, value) if self.codec is None else self.codec.decode(layer, key, value)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         for source, target in copies:

@@ -12,26 +12,33 @@ from collections.abc import Iterable
 import torch
 
 from common.kernels import cpu
+from common.kernels.e4m3 import E4M3
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.host import KvMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types in which models compute, by name."""
+KV_DTYPES = {**DTYPES, "fp8": E4M3}
+"""Types in which pools store KV, by name."""
 
 
 class KvStore:
     """Keys and values of every layer as strided views [blocks, block_size, kv_heads, dim], in the pool's element type.
-    In a pool with several shards they cover shard ``shard``, and ``kv_heads`` counts the heads in it."""
+    In a pool with several shards they cover shard ``shard``, and ``kv_heads`` counts the heads in it. ``codec``: for a
+    pool in fp8, how numbers become bytes and back."""
 
-    def __init__(self, memory: KvMemory, shard: int = 0) -> None:
-        self.memory = memory
+    def __init__(self, memory: KvMemory, shard: int = 0, codec: Fp8Codec | None = None) -> None:
+        self.memory, self.codec = memory, codec
         self.layout: KvLayout = memory.layout
-        self.dtype = DTYPES[self.layout.dtype]
+        self.dtype = KV_DTYPES[self.layout.dtype]
         self.device, self.blocks = torch.device("cpu"), memory.blocks
         self._bytes = torch.from_numpy(memory.raw)
         flat = self._bytes.view(-1).view(self.dtype)
         self._k, self._v = layer_views(flat, self.layout, memory.blocks, shard)
-        self._native = [native_layer(k, v) for k, v in zip(self._k, self._v, strict=True)]
+        assert (codec is None) == (self.dtype is not E4M3), "fp8, and only fp8, needs scales"
+        self._native = [] if codec else [native_layer(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
     def k(self, layer: int) -> torch.Tensor:
         """Return the keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
@@ -48,9 +55,11 @@ class KvStore:
 
         ``slots`` are the block id and the offset in the block of each row, int64 [T] both.
         """
+        if self.codec is not None:
+            key, value = self.codec.encode(layer, key, value)
         library = cpu.library()
         if library is None or not (
-            self._lies_as_here(key, self._k[layer]) and self._lies_as_here(value, self._v[layer])
+            self._native and self._lies_as_here(key, self._k[layer]) and self._lies_as_here(value, self._v[layer])
         ):
             self._k[layer].index_put_(slots, key)
             self._v[layer].index_put_(slots, value)
@@ -67,11 +76,10 @@ class KvStore:
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the keys and values of whole ``blocks`` (int64 [n]), [n * block_size, kv_heads, dim]
-        each."""
-        return (
-            self._k[layer].index_select(0, blocks).flatten(0, 1),
-            self._v[layer].index_select(0, blocks).flatten(0, 1),
-        )
+        each, those in fp8 in the dtype in which the model computes."""
+        key = self._k[layer].index_select(0, blocks).flatten(0, 1)
+        value = self._v[layer].index_select(0, blocks).flatten(0, 1)
+        return (key, value) if self.codec is None else self.codec.decode(layer, key, value)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copy whole blocks, all layers, in the order given."""

@@ -120,6 +120,18 @@ def test_registry_names_differing_weights_or_quantization() -> None:
         assert isinstance(verdict, JoinRefused) and words in verdict.reason
 
 
+def test_all_workers_of_a_model_have_kv_in_fp8_or_none_has() -> None:
+    registry = Registry("f")
+    join(registry)
+    verdict = registry.join(hello("d1", "i1", dtype="fp8", fingerprint="f.8"), 0.0)
+    assert isinstance(verdict, JoinRefused)
+    assert "its KV is fp8, that of d0 float32: give all workers of a model the same --kv-cache-dtype" in verdict.reason
+    other = Registry("f")
+    join(other, dtype="fp8", fingerprint="f.w.1")
+    verdict = other.join(hello("d1", "i1", dtype="fp8", fingerprint="f.w.2"), 0.0)
+    assert isinstance(verdict, JoinRefused) and "KV in fp8 has other scales" in verdict.reason
+
+
 def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
     registry = Registry("f")
     join(registry, "p0", "i0", "prefill", kv_encryption="curve")

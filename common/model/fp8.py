@@ -1,0 +1,82 @@
+"""Linear layers in float8 e4m3: weights with one scale per output row, activations with one per token.
+
+On GPUs with float8 units torch multiplies them in hardware (``torch._scaled_mm``). Elsewhere the same numbers are
+multiplied in float32: for tests, and slow. Weights are rounded when the model is loaded, activations in each step, so
+that a token's result does not depend on the other tokens of its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from common.kernels.e4m3 import LARGEST, to_e4m3
+from common.model.linears import linear_weight
+
+_FIRST_WITH_FP8 = (8, 9)
+"""Compute capability from which on GPUs multiply float8."""
+_MULTIPLE = 16
+"""Rows and columns of a weight that ``torch._scaled_mm`` takes are multiples of this."""
+
+
+class Fp8Linear(nn.Module):
+    """``x @ weight.T + bias`` with ``weight`` [out, in] in float8: ``x`` [..., in] to [..., out], in its dtype.
+
+    ``rounded`` is the weight in units of ``scale``, float32 [out]. Sums are accumulated in float32.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        whole = weight.detach().float()
+        scale = row_scales(whole)
+        self.rounded, self.scale = to_e4m3(whole / scale), scale.squeeze(1)
+        self.bias = None if bias is None else bias.detach()
+        self.in_hardware = in_hardware(weight)
+        # modelling code may read the dtype or the shape, never the values
+        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).float()
+        scale = row_scales(rows)
+        rounded = to_e4m3(rows / scale)
+        if self.in_hardware and rows.shape[0]:
+            out = torch._scaled_mm(
+                rounded, self.rounded.t(), scale_a=scale, scale_b=self.scale[None], out_dtype=x.dtype,
+                use_fast_accum=False,
+            )  # fmt: skip
+        else:
+            out = (rounded.float() @ self.rounded.float().t() * scale * self.scale).to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {'in hardware' if self.in_hardware else 'emulated'}"
+
+
+def row_scales(rows: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each row of ``rows`` [n, columns], float32 [n, 1]: its largest magnitude becomes 448."""
+    return (rows.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def in_hardware(weight: torch.Tensor) -> bool:
+    """Return whether a product with ``weight`` [out, in] in float8 runs on float8 units: torch's operator with scales
+    per row returns bfloat16 only."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or any(side % _MULTIPLE for side in weight.shape):
+        return False
+    return torch.cuda.get_device_capability(weight.device) >= _FIRST_WITH_FP8
+
+
+def round_linears(model: nn.Module) -> list[Fp8Linear]:
+    """Replace every plain linear layer but the output layer, whose logits need more precision, and return the new
+    ones. Layers are replaced one by one, to keep the peak of memory low."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    replaced = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is head or (weight := linear_weight(child)) is None:
+                continue
+            replaced.append(Fp8Linear(weight, child.bias))  # type: ignore[arg-type]
+            setattr(parent, name, replaced[-1])
+    return replaced
