@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorderlinear_weight(weight.detach().contiguous(), rows)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         self.bias = None if bias is None else bias.detach()
         # modelling code may read the dtype or the shape, never the values
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
