@@ -30,7 +30,7 @@ def stand_in(total: int = 2048 * MIB, free: int = 2000 * MIB) -> Device:
 def share_pools(patch: pytest.MonkeyPatch) -> None:
     """Put the pools of stand-ins into shared memory, from which hand-offs take them."""
 
-    def make(layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
+    def make(layout: KvLayout, blocks: int, machine: Device, where: torch.device, codec: object) -> KvStorage:
         memory = KvMemory(layout, blocks)
         return SlabStore(layout, blocks, where, torch.from_numpy(memory.raw).view(-1), memory)
 

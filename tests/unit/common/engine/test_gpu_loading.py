@@ -130,7 +130,7 @@ def test_weights_for_which_memory_is_gone_meanwhile_are_refused_in_words(
 def test_weights_that_do_not_fit_are_not_read(
     load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.engine.loading.read_weights", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr("common.engine.prepared.read_weights", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(StartError, match="too little GPU memory for weights"):
         load(machine=stand_in(free=1 << 10))
     with pytest.raises(StartError, match="shared by 40 workers"):

@@ -453,7 +453,7 @@ def test_a_model_that_does_more_around_its_layers_keeps_its_own_code(
         model.model.forward = scaled
         return model
 
-    monkeypatch.setattr("common.engine.loading.load_model", load_scaled)
+    monkeypatch.setattr("common.engine.prepared.load_model", load_scaled)
     engine = load_engine(open_checkpoint(str(checkpoint("llama"))), dtype="float32", **OPTIONS)
     assert any("fused" in note for note in engine.notes) and not any(AT_ONCE in note for note in engine.notes)
     engine.close()

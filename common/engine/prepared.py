@@ -1,0 +1,126 @@
+"""Prepares a checkpoint's model for an engine: its weights on their device, in the form in which they are computed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from common.checkpoint.files import Checkpoint
+from common.core.errors import StartError
+from common.engine.parallel import Leader
+from common.kernels import triton
+from common.kv.layout import KvDtype
+from common.model.fp8 import Fp8Linear, round_linears
+from common.model.gpu_layers import fuse_gpu_layers
+from common.model.layers import fuse_layers
+from common.model.linears import PackedLinear, pack_linears
+from common.model.load import Progress, detach_from_files, load_model, read_weights
+from common.model.probe import Probe, probe
+from common.model.rotary import freeze_rotary
+from common.platform.device import Device
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model on device ``where``, and what was done to it: ``fused`` layers in C, ``packed`` linear layers, linear
+    layers ``rounded`` to fp8. ``seen`` is what its probe found. ``weights`` and ``rotary`` are hashes: of all weights
+    in the files, and of frozen rotary frequencies ("" for none). ``notes`` are choices in words."""
+
+    model: nn.Module
+    where: torch.device
+    seen: Probe
+    quantization: str
+    weights: str
+    rotary: str
+    fused: int
+    packed: int
+    rounded: Sequence[Fp8Linear]
+    notes: list[str]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its linear layers are quantized."""
+        return self.quantization == "int8" or bool(self.rounded)
+
+    def fingerprint(self, checkpoint: Checkpoint, kv: str) -> str:
+        """Return the fingerprint of the loaded model: the checkpoint's, a dot, and the hash of all weights in its
+        files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights, ``kv`` with scales),
+        another dot and a hash of these changes follow."""
+        quantized = "" if self.quantization == "none" else self.quantization
+        made = [part for part in (self.rotary, quantized, kv) if part]
+        loaded = f"{checkpoint.fingerprint}.{self.weights}"
+        return f"{loaded}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}" if made else loaded
+
+    def layer_notes(self, batch_hint: int, at_once: bool) -> Iterator[str]:
+        """Yield notes on how layers are computed; ``at_once``: those in C in a single call."""
+        if self.fused:
+            yield f"{self.fused} layers run as fused kernels in C{', all in one call' if at_once else ''}"
+        if self.packed:
+            by_onednn = any(isinstance(each, PackedLinear) for each in self.model.modules())
+            how = f"for about {batch_hint} rows per step" if by_onednn else "for any number of rows"
+            yield f"{self.packed} linear layers packed {how}"
+        if self.quantization == "int8":
+            yield "linear layers quantized to int8: half the memory of bfloat16, slightly different results"
+        if self.rounded:
+            slow = sum(not each.in_hardware for each in self.rounded)
+            how = f", {slow} of them emulated in float32, which is for tests and slow" if slow else ""
+            yield f"{len(self.rounded)} linear layers in fp8 with a scale per row and per token{how}"
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    machine: Device,
+    dtype: KvDtype,
+    *,
+    max_model_len: int | None,
+    batch_hint: int,
+    quantization: Literal["none", "int8", "fp8"],
+    gpu_fusion: Sequence[str],
+    progress: Progress | None,
+    trust_remote_code: bool,
+    leader: Leader | None,
+) -> PreparedModel:
+    """Load and probe the model of ``checkpoint``, with weights of ``dtype``, and change its layers into those that
+    compute fastest on ``machine``. The other parameters are those of :func:`common.engine.loading.load_engine`. Raises
+    StartError if it cannot be served here."""
+    weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None)
+    model = (load_model if leader is None else leader.load)(checkpoint, dtype, trust_remote_code)
+    notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
+    where, int8 = _move(model, machine), quantization == "int8"
+    seen = probe(model, checkpoint)
+    rounded = round_linears(model) if quantization == "fp8" else []
+    fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
+    if where.type == "cuda" and leader is None and not rounded:
+        notes += _fuse_for_gpu(model, gpu_fusion)
+    packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
+    detach_from_files(model)
+    return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, notes)
+
+
+def _move(model: nn.Module, machine: Device) -> torch.device:
+    """Move ``model`` to the memory of ``machine`` and return its device. Raises StartError if that is too small, for
+    example because another process has taken it since it was looked at."""
+    where = torch.device(machine.address)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    try:
+        model.to(where)
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"too little GPU memory for the weights on {machine.address}",
+            str(error).partition("\n")[0],
+            "choose a smaller model, free the GPU, or run fewer workers on it",
+        ) from None
+    return where
+
+
+def _fuse_for_gpu(model: nn.Module, parts: Sequence[str]) -> Iterator[str]:
+    """Fuse ``parts`` of the decoder layers and yield a note on it. Without Triton only the linears can be."""
+    usable = parts if triton.unusable("cuda") is None else [part for part in parts if part == "linears"]
+    if usable and (count := fuse_gpu_layers(model, usable)):
+        yield f"{count} layers with fused {', '.join(usable)}"
