@@ -33,6 +33,8 @@ NOT_FAST_MODULES = frozenset(
             "property/test_forged_control",
             "property/test_sampler",
             "unit/common/attention/test_backends",
+            "unit/common/attention/test_choice",
+            "unit/bench/gpu/test_gpu",
             "unit/bench/commands/test_kernels",
             "unit/bench/builtin_model/test_training",
         ),
@@ -40,7 +42,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/engine/test_logits",
             "unit/common/engine/test_parallel",
             "unit/common/engine/test_step",
-            "unit/common/kernels/test_lending",
+            "unit/common/kernels/test_core_lease",
             "unit/common/kernels/test_layers",
         ),
         *(
@@ -61,7 +63,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/kv/test_fp8",
             "unit/common/kv/test_slab",
             "unit/common/model/test_fp8",
-            "unit/common/model/test_weights",
+            "unit/common/model/test_load",
             "unit/common/model/test_collective",
         ),
         # start processes in most of their tests (matplotlib does, to list the installed fonts)

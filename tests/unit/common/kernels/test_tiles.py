@@ -17,7 +17,7 @@ from common.kernels import cpu
 
 ROOT = Path(__file__).parents[4]
 TILES = "amx_bf16"
-TESTS = ("attention/test_backends.py", "kernels/test_lending.py", "kernels/test_layers.py", "engine/test_sampler.py")
+TESTS = ("attention/test_backends.py", "kernels/test_core_lease.py", "kernels/test_layers.py", "engine/test_sampler.py")
 VARIANTS = library.variants if (library := cpu.library()) else ()
 
 

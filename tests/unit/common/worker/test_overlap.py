@@ -22,7 +22,7 @@ from common.net.messages import Abort, Generate
 from decode.role import DecodeWorker
 from tests.fakes.oracle import VOCABULARY, OracleEngine, oracle_stream
 from tests.fakes.overlapped import OverlappedOracle
-from tests.property.test_planner import adopt, simple
+from tests.property.test_scheduler import adopt, simple
 from tests.unit.workers import Bench, make_request
 
 
