@@ -20,7 +20,6 @@ process ids, process groups and the parent-death signal are therefore real. Test
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -172,11 +171,11 @@ def _subreaper() -> Iterator[None]:
 def _import() -> None:
     """Import HEAVY; none of it starts a thread."""
     device.calm_threads()
+    device.hide_triton()
     for name in HEAVY:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would write to every page that the forked processes share, and so copy it
-    atexit.register(gc.unfreeze)  # Triton's bindings, which torch imports, complain at exit of what nothing frees
 
 
 def _serve(answering: socket.socket) -> dict[str, Any]:

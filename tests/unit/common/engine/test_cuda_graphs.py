@@ -87,7 +87,8 @@ def random_request(rng: random.Random, number: int) -> Request:
 
 
 def serve(bench: Bench, engine: ModelEngine, seed: int, count: int) -> list[Request]:
-    """Serve random requests that come at random times, some of which are aborted; return those that were not."""
+    """Serve random requests that come at random times, some of which are aborted, and then a long one alone, whose
+    steps are launched whenever the others came; return those that were not aborted."""
     rng = random.Random(seed)
     bench.add("colocated", engine, max_num_seqs=6)  # type: ignore[arg-type]
     kept = []
@@ -100,6 +101,9 @@ def serve(bench: Bench, engine: ModelEngine, seed: int, count: int) -> list[Requ
             bench.send("colocated-0", Abort(request.id, 1))
         else:
             kept.append(request)
+    bench.until(lambda: bench.done(*kept))
+    kept.append(Request(RequestId(bytes(16)), pack_tokens([1, 2, 3]), SamplingParams(50, seed, temperature=0.0)))
+    bench.send("colocated-0", Generate(kept[-1], 1))
     bench.until(lambda: bench.done(*kept))
     bench.until(bench.quiet)
     assert not bench.failed, bench.failed

@@ -155,7 +155,7 @@ from common.net.sockets import Channels
 from common.net.messages import Ping
 thread = Channels().heartbeat_thread(sys.argv[1], b"heartbeats", 0.05, Ping)
 for _ in sys.stdin:
-    print(heart.stood_still_s(), flush=True)
+    print(thread.stood_still_s(), flush=True)
 """
 
 

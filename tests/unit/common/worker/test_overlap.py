@@ -78,6 +78,11 @@ def play(bench: Bench, engine: OverlappedOracle, seed: int, requests: int = 16) 
             for worker in ("decode-0", "prefill-1"):
                 bench.send(worker, Abort(each.id, 1))
     bench.until(lambda: bench.done(*served))
+    identity = RequestId((1000 * seed + requests + 1).to_bytes(16, "big"))
+    alone = Request(identity, pack_tokens([1, 2, 3]), SamplingParams(60, seed))
+    bench.send("decode-0", Generate(alone, 1))  # most of its steps are launched, whenever the others came
+    served.append(alone)
+    bench.until(lambda: bench.done(alone))
     for request in served:  # as the coordinator does: decode waits for a prompt that has ended by its first token
         bench.send("decode-0", Abort(request.id, 1))
     bench.until(bench.quiet)
