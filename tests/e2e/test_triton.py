@@ -25,7 +25,10 @@ SLOW = ("--max-num-seqs", "2", "--max-model-len", "256", "--failure-timeout", "6
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("llama", marks=pytest.mark.whole), "gemma2", pytest.param("gpt-oss", marks=pytest.mark.whole)],
+)
 async def test_every_token_is_right(
     kind: str,
     checkpoint: Callable[[str], Path],

@@ -74,8 +74,8 @@ MODELS = (
     Model("one KV head", BFLOAT16, 71, 1, 64, 64, size=256),
     Model("odd heads", BFLOAT16, 20, 4, 80, 96),
 )
-FEW = ("8B", "8B, float32", "Gemma 2")
-"""Models of the sample, of which the first is compiled for every GPU, the others for sm_90."""
+FEW = ("8B",)
+"""Models of the sample."""
 
 
 class Launch(NamedTuple):
@@ -209,10 +209,9 @@ def faults(model: Model, launch: Launch, capability: int, found: Compiled) -> It
         yield "uses no HGMMA"
 
 
-def is_sampled(model: Model, launch: Launch, capability: int) -> bool:
-    """Return whether the sample has this launch: all of the first model for sm_90, else attention only."""
-    attends = launch.kernel.__name__ in ("decode_split", "prefill")
-    return attends or (model.name == FEW[0] and capability == 90)
+def is_sampled(launch: Launch, capability: int) -> bool:
+    """Return whether the sample has this launch: all for sm_90, else attention only."""
+    return launch.kernel.__name__ in ("decode_split", "prefill") or capability == 90
 
 
 def main() -> int:
@@ -226,10 +225,10 @@ def main() -> int:
     for model in MODELS:
         if model.name not in (options.models or (FEW if options.sample else [each.name for each in MODELS])):
             continue
-        for capability in (80, 90, 100) if not options.sample or model.name == FEW[0] else (90,):
+        for capability in (80, 90, 100):
             unlike = {f"{each.kernel.__name__} {each.arguments}": each for each in launches_of(model, capability)}
             for launch in unlike.values():
-                if options.sample and not is_sampled(model, launch, capability):
+                if options.sample and not is_sampled(launch, capability):
                     continue
                 found = compiled(launch, capability)
                 bad = list(faults(model, launch, capability, found))
