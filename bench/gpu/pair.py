@@ -1,4 +1,4 @@
-"""One prefill and one decode worker on one card, in two processes: the tokens are those of the model."""
+"""Compare the tokens of one prefill and one decode worker on one card with those of the model."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _child(function: str, setting: Setting, pipe: Connection) -> None:
     try:
         work: Callable[[Setting], list[Row]] = getattr(importlib.import_module(module), name)
         found = work(setting), ""
-    except Exception as error:  # told in the table; the other stages go on
+    except Exception as error:  # the table shows it; the other stages go on
         traceback.print_exc()
         found = [], f"{type(error).__name__}: {error}"
     pipe.send(found)

@@ -90,7 +90,7 @@ class TokenCounts:
                 self._slots += more
 
     def forget(self) -> None:
-        """Take all slots back: after a step that failed, nobody knows which tokens were counted."""
+        """Take all slots back, because a failed step may have counted only some of its tokens."""
         self._free += [entry.slot for entry in self._entries.values()]
         self._entries.clear()
 

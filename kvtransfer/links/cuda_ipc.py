@@ -20,7 +20,7 @@ from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
 from kvtransfer.links.base import LinkLost, Made, compare
 from kvtransfer.links.landings import LandingBuffers
 from kvtransfer.links.pull import Directions, directions_to, read_directions
-from kvtransfer.links.stages import Steps, checked_size, writing_ended
+from kvtransfer.links.stages import Steps, checked_size
 
 NAME = "cuda-ipc"
 GRAIN = 8
@@ -98,10 +98,7 @@ class CudaIpcReceiveLink:
             hashed = yield from self._landings.gathered(landing, self.source, where.ids, where.tokens, cells.layers)
             self._check(where)
             compare(header, hashed, size)
-            self.memory.scatter(table, cells.tokens, cells.layers, landing.buffer, self._after)
-            landing.running = self.memory.calls.record_event()
-            yield from writing_ended(self.memory.calls, landing.running)
-            landing.running = None
+            yield from self._landings.scattered(landing, self.memory, table, cells.tokens, cells.layers, self._after)
             return hashed
         finally:
             self._landings.give_back(landing)

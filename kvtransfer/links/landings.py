@@ -6,9 +6,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from common.kv.storage.base import Table
-from common.kv.storage.cuda import CudaBlocks
+from common.kv.storage.cuda import CudaBlocks, CudaMemory
 from common.kv.storage.device_calls import HASH_WORD_BYTES, DeviceBuffer, DeviceCalls, Event, word_of
-from kvtransfer.links.stages import Staging, ended
+from kvtransfer.links.stages import Staging, ended, writing_ended
 
 
 @dataclass(slots=True)
@@ -61,6 +61,16 @@ class LandingBuffers:
         self.calls.hash_async(landing.buffer, size, landing.word)
         landing.running = source.last_read = self.calls.record_event()
         return (yield from self._hash(landing))
+
+    def scattered(
+        self, landing: Landing, memory: CudaMemory, table: Table, tokens: range, layers: range, after: Event | None
+    ) -> Generator[None]:
+        """Copy verified cells from ``landing`` to the blocks of ``table``, once ``after`` has ended. Ends, or is
+        closed, when the copy has ended. Raises DeviceFailed."""
+        memory.scatter(table, tokens, layers, landing.buffer, after)
+        landing.running = self.calls.record_event()
+        yield from writing_ended(self.calls, landing.running)
+        landing.running = None
 
     def hashed(self, landing: Landing, size: int) -> Generator[None, None, int]:
         """Return the hash of the first ``size`` bytes of ``landing``. Raises DeviceFailed."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.core.errors import Damaged, WireError
+from common.core.errors import Damaged, InvariantBroken, WireError
 from common.core.ids import BlockId, Incarnation, TransferId
 from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.device_calls import DeviceCalls, DeviceFailed, Event
@@ -27,7 +27,7 @@ from kvtransfer.links.base import LinkLost, Made, compare
 from kvtransfer.links.groups import JOIN_S, Meeting, Operation, PairGroup, Store
 from kvtransfer.links.landings import Landing, LandingBuffers
 from kvtransfer.links.pull import signed, verified
-from kvtransfer.links.stages import MAX_FRAME_BYTES, SPIN_S, Steps, checked_size, writing_ended
+from kvtransfer.links.stages import MAX_FRAME_BYTES, SPIN_S, Steps, checked_size
 
 NAME = "nccl"
 GRAIN = 4
@@ -197,7 +197,7 @@ class NcclSendLink:
             raise LinkLost(str(error)) from error
 
     def checksum(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> int:
-        raise NotImplementedError("every payload of this link has its checksum")
+        raise InvariantBroken("every payload of this link has its checksum")
 
     def forget(self, transfer: TransferId) -> None:
         self._steps.drop(transfer)
@@ -438,10 +438,7 @@ class NcclReceiveLink:
             landing, cells = transit.landing, header.cells
             hashed = yield from self._landings.hashed(landing, size)
             compare(header, hashed, size)
-            self.memory.scatter(table, cells.tokens, cells.layers, landing.buffer, self._after)
-            landing.running = self.memory.calls.record_event()
-            yield from writing_ended(self.memory.calls, landing.running)
-            landing.running = None
+            yield from self._landings.scattered(landing, self.memory, table, cells.tokens, cells.layers, self._after)
             return hashed
         finally:
             self._end.let_go(transit)

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from common.core.errors import WireError
+from common.core.errors import InvariantBroken, WireError
 from common.core.ids import BlockId, TransferId
 from common.kv.layout import KvDtype
 from common.kv.storage.cuda import CudaMemory
@@ -38,7 +38,7 @@ class PinnedSendLink:
             raise LinkLost(f"KV cannot be copied from {self.memory.calls.name}: {error}") from error
 
     def checksum(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> int:
-        raise NotImplementedError("every payload of this link has its checksum")
+        raise InvariantBroken("every payload of this link has its checksum")
 
     def forget(self, transfer: TransferId) -> None:
         self._steps.drop(transfer)

@@ -1,4 +1,4 @@
-"""What the attention kernels are told of a step. Does not import triton."""
+"""The spans of a step as the attention kernels read them. Does not import triton."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ log = logging.getLogger("tandem.kv")
 
 @dataclass(frozen=True, slots=True)
 class DeviceDescriptors:
-    """The file descriptors of a pool on a GPU, owned by whoever has this object: of its generation words, and of its
-    slab of ``slab_bytes`` bytes."""
+    """The file descriptors of a pool on a GPU: of its generation words, and of its slab of ``slab_bytes`` bytes. The
+    holder of this object owns them and closes them."""
 
     generations: int
     slab: int

@@ -212,7 +212,7 @@ class CudaDriver:
         while not self.query(event):
             if time.monotonic() > until:
                 raise DeviceFailed(f"work of {self.name} has not ended within {WAIT_S:g} s")
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # the driver's own wait has no time limit
 
     def tensor(self, memory: DeviceBuffer, size: int) -> Any:
         import torch
