@@ -59,7 +59,7 @@ def worker(directory: Path, role: str, system: RunningSystem, *flags: str) -> It
 async def until_serving(system: RunningSystem, *workers: TandemProcess) -> None:
     async with system.client() as client:
         deadline = time.monotonic() + READY_S
-        while {each["state"] for each in (await client.workers()).values()} != {"ready"} or await client.ready() != 200:
+        while [each["state"] for each in (await client.workers()).values()] != ["ready"] * len(workers):
             for process in workers:
                 process.check_alive()
             assert time.monotonic() < deadline, [process.text for process in workers]
