@@ -72,6 +72,8 @@ class FlashAttention:
         self.name = version.name
 
     def plan(self, spans: Sequence[Span]) -> FlashPlan:
+        """Return the step's tables and lengths on the device. Raises ValueError if ``spans`` do not cover the rows in
+        order."""
         size = self.store.layout.block_size
         tables = [span.blocks[: -(-span.end // size)] for span in spans]
         ends = np.cumsum([0, *(span.length for span in spans)])
@@ -90,6 +92,8 @@ class FlashAttention:
         )
 
     def attend(self, plan: FlashPlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
+        """Return [T, heads, v_dim] for ``query`` [T, heads, k_dim]. Raises ValueError for sinks, if this version has
+        none."""
         if params.sinks is not None and not self._version.has_sinks:
             raise ValueError(f"{self.name} knows no attention sinks")
         if query.dtype != self.store.dtype or query.stride(2) != 1:

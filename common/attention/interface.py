@@ -28,6 +28,7 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Position after the last one of the span."""
         return self.start + self.length
 
 

@@ -48,6 +48,7 @@ class NativeAttention:
         return NativePlan(cpu.Spans(*(column.buffer_info()[0] for column in columns), len(spans)), columns)
 
     def attend(self, plan: NativePlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
+        """Return [T, heads, v_dim] for ``query`` [T, heads, k_dim]. Raises MemoryError if a buffer does not fit."""
         if query.dtype != self.store.dtype or query.stride(2) != 1:
             query = query.to(self.store.dtype).contiguous()
         rows, heads, _ = query.shape

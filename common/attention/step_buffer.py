@@ -40,8 +40,9 @@ class StepBuffer:
     def fill(
         self, decode: Sequence[Span], prefill: Sequence[Span], rows: int | None = None
     ) -> tuple[DecodeRows | None, PrefillSpans | None]:
-        """Upload both parts. With ``rows`` the decode part has so many rows: those behind the spans are padding of
-        length 0 that belongs to the step's row of the same index."""
+        """Upload both parts and return them, None for an empty one. With ``rows`` the decode part has so many rows:
+        those behind the spans are padding of length 0 that belongs to the step's row of the same index. Raises
+        ValueError if ``rows`` is less than the number of decode spans."""
         count = len(decode) if rows is None else rows
         if not count >= len(decode):
             raise ValueError(f"{len(decode)} decode rows do not fit into {count}")

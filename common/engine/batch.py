@@ -32,7 +32,7 @@ class FlatStep:
     sampled: list[int]
 
     def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
-        """Return a column as an int64 tensor over the same memory."""
+        """Return a column as an int64 tensor [T] (``kept``: [n]) over the same memory."""
         return torch.frombuffer(getattr(self, column), dtype=torch.int64)
 
 
@@ -44,18 +44,19 @@ class DeviceStep(FlatStep):
 
     @classmethod
     def of(cls, step: FlatStep, uploaded: Mapping[str, torch.Tensor]) -> DeviceStep:
+        """Return ``step`` with ``uploaded``: each column by name, int64 [T] (``kept``: [n]) on the device."""
         return cls(step.ids, step.positions, step.blocks, step.offsets, step.kept, step.spans, step.sampled, uploaded)
 
     def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
-        """Return a column as an int64 tensor on the device."""
+        """Return a column as an int64 tensor [T] (``kept``: [n]) on the device."""
         return self.uploaded[column]
 
 
 def flatten(batch: Batch, block_size: int) -> FlatStep:
     """Return the columns of ``batch``, which has at least one segment.
 
-    In a decode step this runs when the model's weights have just swept the caches, so its cost is the memory that it
-    touches: hence Python's arrays and few objects.
+    In a decode step this runs just after the model's weights have displaced everything else from the CPU's caches. Its
+    cost is therefore the memory that it touches, which is why it uses arrays and creates few objects.
     """
     ids, positions, blocks, offsets, kept = (array("q") for _ in range(5))
     spans: list[Span] = []

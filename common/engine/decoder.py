@@ -1,9 +1,9 @@
 """A model whose layers are all fused, run without the modelling code around them.
 
-A decode step is so short that Python code between two kernels, on caches that the weights have just swept, is a
-noticeable part of it. So everything from token ids to logits is one call into C, which stops in the middle of a layer
-only if an ``on_layer`` hook waits for the layer's keys and values. :meth:`common.engine.runner.ModelEngine.shorten`
-checks that the logits are bit-identical to the model's.
+A decode step is so short that Python code between two kernels is a noticeable part of it, since the weights displace
+that code from the CPU's caches. So everything from token ids to logits is one call into C, which stops in the middle of
+a layer only if an ``on_layer`` hook waits for the layer's keys and values.
+:meth:`common.engine.runner.ModelEngine.shorten` checks that the logits are bit-identical to the model's.
 """
 
 from __future__ import annotations

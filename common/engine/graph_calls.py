@@ -20,11 +20,11 @@ class GraphCalls(Protocol):
     """Queues work on one device, which does it in the order of the calls while the host goes on."""
 
     def pinned(self, *shape: int) -> torch.Tensor:
-        """Return host memory for int64 numbers, zeros, that the device copies from and to while the host goes on."""
+        """Return zeros, int64 [*shape], in host memory that the device copies from and to while the host goes on."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between the device and pinned memory."""
+        """Copy ``source`` to ``target``, of the same shape; one is on the device, the other in pinned memory."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -35,13 +35,13 @@ from common.kv.storage.interface import KvStorage
 from common.model.probe import Probe, forward, require_equal
 
 WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
-"""Most rows and most sequences of a warm-up step: enough to get the kernels compiled. Hundreds of rows would take a
-model of billions of parameters seconds on a CPU."""
+"""Most rows and most sequences of a warm-up step: enough to get the kernels compiled. A step of hundreds of rows would
+take seconds on a CPU with a model of billions of parameters."""
 
 
 class PagedAttention:
-    """The callable of the model's attention modules: it stores a layer's keys and values of this step in the pool,
-    announces the layer through ``on_layer``, and attends."""
+    """The function that the model's attention modules call (a :class:`common.attention.interface.LayerAttention`). It
+    stores a layer's keys and values of this step in the pool, announces the layer through ``on_layer``, and attends."""
 
     def __init__(self, store: KvStorage, backend: AttentionBackend) -> None:
         self.store, self.backend = store, backend
@@ -101,6 +101,7 @@ class ModelEngine:
 
     @property
     def backend(self) -> AttentionBackend:
+        """The attention backend that the model calls."""
         return self._attention.backend
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class ModelEngine:
         return result
 
     def _compute_on_device(self, steps: DeviceSteps, batch: Batch, step: FlatStep, result: StepResult) -> None:
-        self._attention.stored = 0  # the upload may raise
+        self._attention.stored = 0  # before the upload, which may raise
         plan = steps.plan([batch.segments[index].sequence for index in step.sampled])
         uploaded = steps.upload(step, plan)
         logits, _ = self._logits(uploaded)
@@ -191,7 +192,7 @@ class ModelEngine:
             at = end
 
     def _in_parts(self, batch: Batch, error: Exception) -> StepResult:
-        """Repeat the step in parts after it raised ``error``, so that only those segments fail that raise again: one by
+        """Repeat the step in parts after it raised ``error``, so that only the segments that raise again fail: one by
         one, or in halves if the GPU's memory was too small for all at once."""
         faults.raise_if_lost(error)
         if self._device_steps is not None:
@@ -259,7 +260,7 @@ class ModelEngine:
 
     def shorten(self, tokens: Sequence[int]) -> bool:
         """Run all layers as one call into C from now on, if the model allows it and ``tokens`` get bit-identical logits
-        that way; return whether. Only before serving: it overwrites the pool's first blocks."""
+        that way; return whether it does. Only before serving: it overwrites the pool's first blocks."""
         found = find_decoder(self.model, self._attention.backend)
         size = min(len(tokens), self.max_model_len, self.store.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(size))]
@@ -300,7 +301,7 @@ class ModelEngine:
 
 
 def _put(result: StepResult, index: int, entries: Sequence[Entry]) -> None:
-    """Enter what was sampled for segment ``index``."""
+    """Store the tokens and log-probabilities sampled for segment ``index`` in ``result``."""
     if entries[0][0] < 0:
         result.errors[index] = NOT_FINITE
         return

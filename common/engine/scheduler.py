@@ -2,7 +2,7 @@
 
 Pure. There is no prefill phase and no decode phase: every sequence has ``missing`` tokens, many or one, and a step is a
 list of segments under a budget of tokens, sequences and blocks. Sequences run by rank: first by priority, then resumed
-sequences (which lost another worker, and whose beginning a client has read) before new ones, then by arrival.
+sequences (whose worker was lost after the client had received output) before new ones, then by arrival.
 
     add ──► waiting ── blocks for all its tokens ──► running ── finish / abort / detach ──► gone
                ▲                                        │
@@ -12,8 +12,8 @@ Rules, derived from "nothing starves":
 
 - Single missing tokens (decode) go before chunks of prompts, so a prompt cannot stall a stream.
 - A waiting sequence waits only for blocks, or for sequences that outrank it.
-- When more sequences run than fit into a step (those whose KV was handed over run at once, too), sequences of one
-  priority take turns.
+- When more sequences run than fit into a step, sequences of one priority take turns. (A sequence whose KV was handed
+  over runs at once, even beyond that number.)
 - Chunks fill the rest of the budget in rank order.
 - Only the lowest rank is ever parked. A parked sequence keeps its rank, so it is the first to run again, and it
   recomputes what the prefix cache no longer has.
@@ -78,7 +78,8 @@ class Started:
 
 
 class Planner:
-    """Packs sequences into batches of at most ``max_tokens`` tokens and ``max_sequences`` segments."""
+    """Packs sequences into batches of at most ``max_tokens`` tokens and ``max_sequences`` segments. Raises ValueError
+    if ``max_tokens`` is the smaller one."""
 
     def __init__(self, cache: KvCache, *, max_tokens: int, max_sequences: int) -> None:
         if max_tokens < max_sequences:
@@ -127,8 +128,8 @@ class Planner:
 
     @property
     def parked(self) -> bool:
-        """Whether a sequence that had started here waits for blocks; it outranks new reservations. A sequence that lost
-        another worker is not parked: it has had no blocks here yet."""
+        """Whether a sequence that had started here waits for blocks; it outranks new reservations. A sequence resumed
+        after the loss of another worker is not parked: it has had no blocks here yet."""
         return any(entry.parked for entry in self._waiting)
 
     def resting(self) -> KeysView[RequestId]:
@@ -143,6 +144,7 @@ class Planner:
         ).keys()
 
     def sequences(self) -> Iterator[Sequence]:
+        """Iterate over all sequences, waiting and running, in the order in which they were added."""
         return (entry.sequence for entry in self._entries.values())
 
     def table(self, sequence: Sequence) -> BlockTable:
@@ -214,7 +216,7 @@ class Planner:
         read first: a prompt waits or is computed, blocks are short, or there is nothing to compute.
 
         A segment that starts at the end of its sequence's known tokens computes the token that ``launched`` samples for
-        it. A sequence whose last token that is has no segment. No sequence is parked: what it holds is in use."""
+        it. If that is the sequence's last token, it has no segment. No sequence is parked: its blocks are in use."""
         if self._waiting or any(entry.sequence.missing > 1 or entry.sequence.siblings for entry in self._running):
             return None
         ends = {segment.sequence: segment.end for segment in launched.segments}
@@ -289,8 +291,9 @@ class Planner:
                 budget -= self._chunk(step, entry, budget)
 
     def _takes_turns(self, entry: _Entry) -> bool:
-        """Return whether ``entry`` may run although as many run as a step has places: sequences that it outranks rest,
-        or take turns with it. Within one priority at most twice as many are admitted: resumed ones beside new ones."""
+        """Return whether ``entry`` may run although as many sequences run as fit into a step. Those that it outranks
+        then pause, or take turns with it. Within one priority at most twice as many run: resumed ones beside new
+        ones."""
         return entry.rank < self._running[self.max_sequences - 1].rank
 
     def _chunk(self, step: _Step, entry: _Entry, budget: int) -> int:

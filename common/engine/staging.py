@@ -36,7 +36,8 @@ class Staging:
         self._buffers = [_Buffer(0, device), _Buffer(0, device)]
 
     def upload(self, columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
-        """Return ``columns`` as tensors on the device, int64 or float64, copied in one piece."""
+        """Return each of ``columns`` [n] as a tensor [n] on the device, int64 or float64. They are copied in one
+        piece."""
         total = sum(map(len, columns.values()))
         buffer = self._next_buffer(total)
         at, ends = 0, []

@@ -96,13 +96,24 @@ class Scoring(Protocol):
     more logit per head."""
 
     @property
-    def scaling(self) -> float: ...
+    def scaling(self) -> float:
+        """Factor of the scores."""
+        ...
+
     @property
-    def window(self) -> int | None: ...
+    def window(self) -> int | None:
+        """Number of positions that a row sees, itself included; None for all."""
+        ...
+
     @property
-    def softcap(self) -> float | None: ...
+    def softcap(self) -> float | None:
+        """``c``, if scores become ``c * tanh(score / c)``; None if they do not."""
+        ...
+
     @property
-    def sinks(self) -> torch.Tensor | None: ...
+    def sinks(self) -> torch.Tensor | None:
+        """One more logit per query head, float [heads], which has no value; None for none."""
+        ...
 
 
 class Tile(NamedTuple):
