@@ -29,7 +29,7 @@ class Collective(abc.ABC):
         """Called after each :meth:`sum`: by then every rank has computed everything before it."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace ``x`` by the sum over all ranks, in place, and return it."""
+        """Replace ``x`` (any shape, the same on all ranks) by the sum over all ranks, in place, and return it."""
         self._sum(x)
         if self.after_sum is not None:
             self.after_sum()

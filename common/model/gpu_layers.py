@@ -28,20 +28,21 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 class Residual:
-    """What the last layer's products have yet to add to the residual stream."""
+    """The last layer's output that has not been added to the residual stream yet: ``delta`` [T, hidden], or None."""
 
     def __init__(self) -> None:
         self.delta: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor | None:
-        """Return it; it counts as added."""
+        """Return ``delta``, which counts as added from then on."""
         delta, self.delta = self.delta, None
         return delta
 
 
 class GpuLayer(nn.Module):
-    """One decoder layer. ``hidden_states`` [1, T, hidden] are changed in place and returned, without what ``residual``
-    keeps for the next layer or the last norm; ``position_embeddings`` are cosines and sines [1, T, head_dim]."""
+    """One decoder layer. ``hidden_states`` [1, T, hidden] are changed in place and returned. They lack the MLP's
+    output, which ``residual`` keeps for the next layer or the last norm. ``position_embeddings`` are cosines and sines
+    [1, T, head_dim]."""
 
     def __init__(self, layer: Any, params: Params, residual: Residual, first: bool, parts: Collection[str]) -> None:
         super().__init__()
@@ -100,13 +101,15 @@ class GpuLayer(nn.Module):
 
 
 class LastNorm(nn.Module):
-    """The norm behind the layers: adds what the last of them left."""
+    """The norm behind the layers. It first adds the output that the last layer left in ``residual``."""
 
     def __init__(self, norm: Any, residual: Residual, fused: bool) -> None:
         super().__init__()
         self._norm, self._residual, self._fused = norm, residual, fused
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the norm, [1, T, hidden], for ``hidden_states`` [1, T, hidden], to which the output is added in
+        place."""
         return _add_norm(self._norm, hidden_states[0], self._residual.take(), self._fused)[None]
 
 
@@ -194,8 +197,8 @@ def _fits(layer: Any) -> bool:
 
 
 class _Trial:
-    """What a layer of the model makes of random rows at positions far apart. ``expected`` is None if the layer's code
-    fails when called in this way."""
+    """The output of one of the model's layers for random rows at positions far apart (``expected``); None if the
+    layer's code fails when called in this way."""
 
     def __init__(self, layer: Any, rotary: Any) -> None:
         weight, dense = layer.self_attn.q_proj.weight, DenseAttention()

@@ -64,7 +64,7 @@ class NativeLinear(nn.Module):
         self._library, lanes = library, library.lanes()
         columns, self.in_features = weight.shape
         self.out_features = columns // 2 if activation else columns
-        if activation:  # the kernel wants vectors of the gate and of the values in alternation
+        if activation:  # the kernel expects vectors of the gate and of the values in alternation
             order = torch.arange(columns).view(2, -1, lanes).transpose(0, 1).flatten()
             weight, bias = weight[order], None if bias is None else bias[order]
         padded = -(-columns // lanes) * lanes
@@ -142,6 +142,7 @@ class Int8Linear(nn.Module):
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., out_features] for ``x`` [..., in_features], in the dtype of ``x``."""
         out = nn.functional.linear(x, self.rounded.to(x.dtype)) * self.scale
         return out if self.bias is None else out + self.bias
 

@@ -1,4 +1,4 @@
-"""Loads one tensor-parallel rank's share of a model, by the plan that its configuration in transformers has.
+"""Loads one tensor-parallel rank's share of a model, by the tensor-parallel plan in its transformers configuration.
 
 The model is built without memory, its modules are cut to this rank's share, and then only that share is read from the
 safetensors files. Embeddings are whole on every rank, since looking up a few rows costs nothing. The output layer is
@@ -50,9 +50,10 @@ class _Cut:
 
 @dataclass
 class Plan:
-    """What rank ``rank`` of ``size`` has of a model. ``cuts``: parts of weights, by parameter name. ``styles``: how a
-    module's shares are put together, by module name. ``experts``: which experts are here, by module name. ``head`` is
-    the name of the output layer and ``vocabulary`` its rows on each rank."""
+    """The share of a model that rank ``rank`` of ``size`` holds. ``cuts``: parts of weights, by parameter name.
+    ``styles``: how the ranks' shares of a module are combined, and its whole width, by module name. ``experts``: which
+    experts are here, by module name. ``head`` is the name of the output layer and ``vocabulary`` its rows on each
+    rank."""
 
     name: str
     rank: int
@@ -72,12 +73,13 @@ class Plan:
         return count // self.size * self.rank, count // self.size * (self.rank + 1)
 
     def refused(self, why: str, todo: str = "serve it with --tensor-parallel-size 1") -> StartError:
+        """Return the error for a model that cannot be split: ``why``, and ``todo`` as advice."""
         return StartError(f"cannot split {self.name} among {self.size} ranks", why, todo)
 
 
 def make_plan(checkpoint: Checkpoint, model: Any, rank: int, size: int) -> Plan:
-    """Return what rank ``rank`` of ``size`` has of ``model``, which needs no memory (device "meta"). StartError if its
-    configuration has no plan, one with a part that is not known here, or sizes that cannot be divided."""
+    """Return the share of ``model``, which may be on device "meta", for rank ``rank`` of ``size``. Raises StartError if
+    its configuration has no plan, or one with an unsupported part, or if its sizes cannot be divided."""
     plan = Plan(checkpoint.name, rank, size)
     config = model.config.get_text_config()
     patterns = getattr(config, "base_model_tp_plan", None)
@@ -218,7 +220,7 @@ def _local_class(whole: Any, plan: Plan) -> Any:
 
 
 def _shrink(model: nn.Module, plan: Plan) -> None:
-    """Cut the parameters, which have no memory yet, and the sizes that modules know of themselves."""
+    """Cut the parameters, which have no memory yet, and update the sizes that modules store."""
     for name, cut in plan.cuts.items():
         path, _, part = name.rpartition(".")
         module: Any = model.get_submodule(path)
@@ -255,8 +257,8 @@ class _Part:
 
 
 def _weights(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, Any]]:
-    """Yield the weights of this rank by their names in the checkpoint, not read yet. Experts that have files of their
-    own names are numbered from 0."""
+    """Yield the weights of this rank by their names in the checkpoint, not read yet. Experts that the checkpoint stores
+    under one name each are renumbered from 0."""
     ranges = {*plan.experts.values()}
     if len(ranges) > 1:
         raise plan.refused("its layers have different numbers of experts")
@@ -274,13 +276,13 @@ def _weights(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _cut_of(plan: Plan, name: str) -> _Cut | None:
-    """Return the cut of a weight, which the checkpoint may name without the prefix of the base model. A name that the
-    model changes otherwise is not found; its whole weight then does not fit and is refused."""
+    """Return the cut of a weight, which the checkpoint may name without the prefix of the base model. If the model
+    renames it in another way, no cut is found: the whole weight does not fit, and loading is refused."""
     return plan.cuts.get(name) or plan.cuts.get(f"model.{name}")
 
 
 def _connect(model: nn.Module, plan: Plan, collective: Collective) -> None:
-    """Replace the modules behind which shares are put together."""
+    """Replace the modules behind which the ranks' shares are combined."""
     for name, (style, width) in plan.styles.items():
         path, _, last = name.rpartition(".")
         module: Any = model.get_submodule(name)

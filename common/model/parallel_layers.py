@@ -1,4 +1,4 @@
-"""The modules that put the ranks' shares of a layer together. Each replaces a module of the loaded share."""
+"""The modules that combine the ranks' shares of a layer. Each replaces a module of the loaded share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.model.collective import Collective
 
 class SummedLinear(nn.Module):
     """A linear layer of which each rank has some input columns: multiplies, sums over the ranks, then adds the bias.
-    With ``columns`` the input has the columns of all ranks, of which these are this rank's."""
+    With ``columns`` (first, last) the input has the columns of all ranks, and this rank takes those."""
 
     def __init__(self, linear: nn.Linear, collective: Collective, columns: tuple[int, int] | None) -> None:
         super().__init__()
@@ -23,9 +23,11 @@ class SummedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
+        """This rank's share of the weight, [out, own columns]."""
         return self.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., out], the same on all ranks, for ``x`` [..., own columns], or [..., in] with ``columns``."""
         if self._columns is not None:
             x = x[..., slice(*self._columns)]
         out = self._collective.sum(self.linear(x))
@@ -44,9 +46,12 @@ class GatheredLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
+        """This rank's share of the weight, [widths[rank], in]."""
         return self.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., sum(widths)] for ``x`` [..., in], the same on all ranks. With ``root_only`` ranks other than 0
+        return [..., widths[rank]]."""
         return self._collective.gather(self.linear(x), self._widths, root_only=self._root_only)
 
 
@@ -66,6 +71,8 @@ class SplitExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        """Return [T, hidden], the same on all ranks, for ``hidden_states`` [T, hidden] and the router's choice: indices
+        and weights of k experts per token, [T, k] each."""
         index = top_k_index - self._first
         elsewhere = (index < 0) | (index >= self._count)
         index = index.masked_fill(elsewhere, self._count)
