@@ -21,7 +21,7 @@ _CHECKSUM = struct.Struct("<Q")
 MAGIC = b"TKV3"
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 UNSAID = 0
-"""In place of a checksum: only Commit's checksum covers this frame."""
+"""Value in place of a checksum, if only Commit's checksum covers the frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,12 @@ class Rectangle:
 
     @property
     def layers(self) -> range:
+        """The layers as a range."""
         return range(self.first_layer, self.last_layer)
 
     @property
     def tokens(self) -> range:
+        """The token positions as a range."""
         return range(self.first_token, self.last_token)
 
 
@@ -53,6 +55,7 @@ class FrameHeader:
     checksum: int
 
     def pack(self) -> bytes:
+        """Return the header's HEADER_BYTES bytes, the last eight of which are the checksum of the others."""
         cells = self.cells
         fields = _FIELDS.pack(
             MAGIC,

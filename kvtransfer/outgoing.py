@@ -18,7 +18,8 @@ from kvtransfer.session import SenderSession
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """What Commit carries besides the counts: one entry per choice, and the ``figures`` of computing the prompt."""
+    """The fields of Commit that sampling determines, one entry per choice, and the ``figures`` (timings in ms and token
+    counts, by name) of the prompt's computation."""
 
     ids: bytes
     finish: tuple[int, ...]
@@ -46,6 +47,7 @@ class PeerConnection:
 
     @property
     def queued(self) -> int:
+        """Payload bytes given to the socket that are not known to have arrived."""
         return self.handed - self.passed
 
     def pass_on(self, end: int) -> None:
@@ -88,8 +90,8 @@ class Outgoing:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the device must finish something before the hand-off can go on. While a prompt is computed its layers
-        take as long as they do; once its first tokens are known they must be there."""
+        """Whether the device must finish something before the hand-off can go on. The layers of a prompt count only
+        once its first tokens are known, since computing the prompt may take any time."""
         return self.staged is not None or self.summing or (self.first is not None and bool(self.computing))
 
     def queued_behind_others(self) -> bool:

@@ -39,7 +39,8 @@ def _span_tokens(layout: KvLayout, target_bytes: int) -> int:
 
 
 class SendPlan:
-    """Turns progress into rectangles to send: each cell exactly once, and within a layer in token order."""
+    """Turns progress into rectangles to send: each cell exactly once, and within a layer in token order. ``have`` of
+    ``total`` tokens need not be sent; raises ValueError if none is left."""
 
     def __init__(self, layout: KvLayout, have: int, total: int, target_bytes: int = TARGET_BYTES) -> None:
         if not 0 <= have < total:

@@ -224,6 +224,7 @@ class Receiver:
                 self._heard(transfer, sender)
 
     def close(self) -> None:
+        """Cancel all hand-offs and close the socket, the links and the mapped pools."""
         for transfer in list(self._incoming):
             self.cancel(transfer, "the decode worker stops")
         self._channels.unregister(self._socket)
@@ -336,7 +337,7 @@ class Receiver:
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
         incoming = self._incoming.get(header.transfer)
-        if self._links.groups is not None:  # its bytes come whatever becomes of the frame
+        if self._links.groups is not None:  # its bytes arrive even if the frame is dropped
             self._links.groups.announced(Incarnation(peer.split(b"|")[0].decode(errors="replace")), header, payload)
         if incoming is None or incoming.peer != peer or incoming.link is None:
             self.stale_frames += 1

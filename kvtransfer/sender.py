@@ -35,7 +35,9 @@ __all__ = ["FirstTokens", "SendFailed", "Sender", "Shipped"]
 log = logging.getLogger("tandem.kv")
 
 IDLE_SOCKET_S = 60.0
+"""Seconds without a hand-off after which the connection to a decode worker is closed."""
 COPY_BELOW_BYTES = 65536
+"""Payloads smaller than this are copied into libzmq's buffers; larger ones are handed over by reference."""
 QUEUE_BYTES = 256 << 20
 """Most payload bytes handed to the sockets of all peers that may not have left yet, retransmissions included. One
 socket may have as much as all together leave free: a peer that hangs takes half of it at most, the next one a
@@ -158,8 +160,8 @@ class Sender:
             return True
 
     def _follow(self, outgoing: Outgoing) -> None:
-        """Record the layers whose kernels have ended meanwhile. If they have failed the hand-off does; the worker's
-        next step will say more."""
+        """Record the layers whose kernels have ended meanwhile. If one failed, the hand-off fails; the worker's next
+        step reports the cause."""
         while outgoing.computing:
             oldest = outgoing.computing[0]
             try:
@@ -210,6 +212,7 @@ class Sender:
         return ended
 
     def close(self) -> None:
+        """Cancel all hand-offs and close the sockets and the links."""
         for transfer in list(self._outgoing):
             self.cancel(transfer, "the prefill worker stops")
         for connection in self._connections.values():
@@ -386,7 +389,7 @@ class Sender:
             self._send_commit(outgoing)
 
     def _is_due(self, outgoing: Outgoing) -> bool:
-        """Whether there is something to do for this hand-off: to send, or to look whether the device has finished."""
+        """Return whether this hand-off has something to send or waits for the device."""
         if outgoing.computing:
             self._follow(outgoing)
         if outgoing.session.over:
@@ -397,9 +400,9 @@ class Sender:
         return (outgoing.staged is not None or outgoing.session.ready) and self._has_room(outgoing)
 
     def _has_room(self, outgoing: Outgoing) -> bool:
-        """Whether more may be queued for this peer. A hand-off with nothing in flight may always send a frame, and so
-        may retransmissions of its oldest frame, up to ASKING_BYTES: if frames were lost, only these can drain the
-        queue."""
+        """Return whether more may be queued for this peer. A hand-off with nothing in flight may always send a frame,
+        and so may retransmissions of its oldest frame, up to ASKING_BYTES: if frames were lost, only these can drain
+        the queue."""
         connection, session = outgoing.connection, outgoing.session
         if session.repeats_oldest and connection.asked < ASKING_BYTES:
             return True
@@ -428,9 +431,9 @@ class Sender:
         return True
 
     def _sum(self, outgoing: Outgoing, but_bytes: int = 0) -> bool:
-        """Compute checksums that the frames did not carry, until at most ``but_bytes`` of the last frames are without;
-        False if a device is still computing one. Done for Commit while decode copies the frames and after the first
-        tokens were sent to the coordinator. Raises LinkLost."""
+        """Compute checksums that the frames did not carry, but leave out the last frames, of at most ``but_bytes``;
+        return False if a device is still computing one. Commit needs all of them; those are computed while decode
+        copies the frames, after the first tokens were sent to the coordinator. Raises LinkLost."""
         session = outgoing.session
         link = self._links[session.link]
         while session.unsummed and session.unsummed_bytes > but_bytes:

@@ -112,6 +112,7 @@ class Sources:
                     source.pool.close()
 
     def close(self) -> None:
+        """Release all pools and abandon all connections. A reader is not closed: its owner does that."""
         for source in self._sources.values():
             if source.pool is not None:
                 source.pool.close()

@@ -63,6 +63,7 @@ class KvLayout:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element."""
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
@@ -72,6 +73,7 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block, over all layers and shards."""
         return self.token_bytes * self.block_size
 
     @property
@@ -98,7 +100,7 @@ class KvLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the layer shapes. It is equal if and only if canonical KV can be exchanged, for which element type,
-        block size and shards do not matter."""
+        """A hash of the layer shapes, 16 hexadecimal digits. Two layouts with equal hashes have the same canonical form
+        but for the element type, whatever their block sizes and shards."""
         text = "".join(f"|{x.kv_heads},{x.k_dim},{x.v_dim}" for x in self.layers)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -37,7 +37,7 @@ class PoolCounts(NamedTuple):
 
 
 class BlockPool:
-    """The reference counts of ``total`` blocks by named holders.
+    """The reference counts of ``total`` blocks by named holders. Raises ValueError unless ``total`` is positive.
 
     ``on_evict`` is called with each block that is evicted from the cache, before it is given out again.
     ``generations`` counts how often each block was taken, so that a remote reader can detect that a block was reused
@@ -56,9 +56,9 @@ class BlockPool:
         self.on_evict = on_evict or (lambda block: None)
         self.generations: Generations = [0] * total if generations is None else generations
         self.peak = 0
-        """Lowest block number from which on no block was ever used."""
-        # last freed, first taken: its memory is still in the CPU's caches, and since tables are dropped from their
-        # end, their blocks are taken again in ascending order, so that adjacent blocks stay together
+        """One more than the highest block number ever used; 0 if none was."""
+        # the block freed last is taken first, since its memory is still in the CPU's caches. Tables are dropped from
+        # their end, so that their blocks are taken again in ascending order and adjacent blocks stay together
         self._free = [BlockId(i) for i in reversed(range(total))]
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: list[set[Holder]] = [set() for _ in range(total)]
@@ -73,10 +73,12 @@ class BlockPool:
 
     @property
     def counts(self) -> PoolCounts:
+        """Number of blocks by state."""
         free, cached = len(self._free), len(self._evictable)
         return PoolCounts(self.total, free, cached, self.total - free - cached)
 
     def holders(self, block: BlockId) -> frozenset[Holder]:
+        """Return the holders of ``block``; empty if it is free."""
         return frozenset(self._holders[block])
 
     def held_by(self, holder: Holder) -> int:

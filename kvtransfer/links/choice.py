@@ -115,6 +115,7 @@ class SendLinks:
         return self._calls.query(event)
 
     def close(self) -> None:
+        """Close the endpoints, groups and buffers of links. Raises DeviceFailed if work on a buffer does not end."""
         for close in self._closing:
             close()
 
@@ -137,8 +138,9 @@ class ReceiveLinks:
                 self._closing.insert(0, self.groups.close)
 
     def choose(self, said: Open, travels: KvLayout, after: Event | None, now: float) -> ReceiveLink | Connecting | None:
-        """Return the best link for KV of ``travels`` from the sender of ``said``; Connecting while it is being
-        connected, None if none is allowed. ``after`` is an event behind the engine's earlier work on the blocks."""
+        """Return the best link for KV of layout ``travels`` from the sender of the Open ``said``; Connecting while its
+        pool is being connected, None if no link is allowed. ``after`` is an event behind the engine's earlier work on
+        the blocks."""
         found: ReceiveLink | Connecting | None = None
         if self.groups is not None and said.agent:
             found = self._by_group(said, travels, after, now)
@@ -195,5 +197,6 @@ class ReceiveLinks:
             log.info("KV of %s does not come by the best link: %s", said.sender, why)
 
     def close(self) -> None:
+        """Close the groups and buffers of all links. Raises DeviceFailed if work on a buffer does not end."""
         for close in self._closing:
             close()

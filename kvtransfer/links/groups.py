@@ -40,11 +40,12 @@ class Meeting:
     name: str
 
     def pack(self) -> bytes:
+        """Return the meeting as ASCII text, its fields separated by spaces; :meth:`unpack` inverts it."""
         return _SEPARATOR.join((self.backend, self.host, str(self.port), self.name)).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Meeting:
-        """Raises WireError if ``data`` is not a packed meeting."""
+        """Parse a packed meeting; raises WireError if ``data`` is none."""
         try:
             backend, host, port, name = data.decode("ascii").split(_SEPARATOR)
             return cls(backend, host, int(port), name)

@@ -84,5 +84,6 @@ class LandingBuffers:
         return word_of(landing.word)
 
     def close(self) -> None:
+        """Free all buffers, after waiting for work on them. Raises DeviceFailed if it does not end."""
         self._buffers.close()
         self._words.close()

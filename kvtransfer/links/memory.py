@@ -49,6 +49,7 @@ class MemoryPoolEndpoint:
         self.answers: Callable[[], bool] = lambda: True
 
     def close(self) -> None:
+        """Accept no further connections."""
         self._closes(self.address, None)
 
 
@@ -59,6 +60,7 @@ class MemoryPoolConnection:
         self._endpoint, self._ready = endpoint, os.eventfd(1)
 
     def fileno(self) -> int:
+        """Return the descriptor to poll."""
         return self._ready
 
     def answer(self) -> int | None:
@@ -66,4 +68,5 @@ class MemoryPoolConnection:
         return os.dup(self._endpoint.memory.fd) if self._endpoint.answers() else None
 
     def close(self) -> None:
+        """Close the descriptor to poll."""
         os.close(self._ready)

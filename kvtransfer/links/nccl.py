@@ -1,7 +1,7 @@
 """The link over NCCL: the sender sends a frame's cells from one GPU into a landing buffer of the receiver's.
 
 The message carries the number of the send and the sizes of all sends that may not have begun yet, so that the receiver
-posts its receives in the same order, whatever became of the messages before. The landing is hashed there
+posts its receives in the same order even if earlier messages were lost. The landing is hashed there
 (:mod:`common.kv.device_hash`) and written into blocks only if the hash is right. A lost group (:mod:`.groups`) fails
 the hand-offs that use it; the next ones take ``zmq`` until there is a new group. NCCL neither encrypts nor
 authenticates, so this link is for networks and workers that trust each other. In tests the groups are those of gloo.
@@ -148,6 +148,7 @@ class SenderGroups:
         self.declined(transfer, now)
 
     def forget(self, transfer: TransferId) -> None:
+        """Unbind a transfer that has ended from its group."""
         self._bound.pop(transfer, None)
 
     def collect(self) -> None:
@@ -157,6 +158,7 @@ class SenderGroups:
         self._gone = [end for end in self._gone if end.pending]
 
     def close(self) -> None:
+        """Give all groups up, wait for their threads, and close the store."""
         for end in (*self._ends.values(), *self._gone):
             end.close()
         self._ends.clear()
@@ -232,7 +234,7 @@ class _Ledger:
 
     @classmethod
     def read(cls, header: FrameHeader, payload: memoryview) -> _Ledger:
-        """Raises Damaged for a wrong checksum, WireError if the directions make no sense."""
+        """Parse the payload of a frame. Raises Damaged for a wrong checksum, WireError if it makes no sense."""
         directions = verified(header, payload)
         if len(directions) < _LEDGER.size:
             raise WireError(f"directions of {len(directions)} bytes")
@@ -246,8 +248,8 @@ class _Ledger:
 
 
 class Inbound(_End):
-    """The receiver's end: posts receives in the order of the sends. ``_arrived`` are those that no frame has claimed
-    yet; some belong to hand-offs that are over."""
+    """The receiver's end: posts receives in the order of the sends. ``_arrived`` are the posted receives that no frame
+    has claimed yet; some belong to hand-offs that are over."""
 
     def __init__(self, group: PairGroup, landings: LandingBuffers) -> None:
         super().__init__(group, landings)
@@ -255,7 +257,8 @@ class Inbound(_End):
         self._next = 0
         self._arrived: dict[int, _Transit] = {}
         self._queued: dict[int, TransferId] = {}
-        """Sends whose frames wait for an earlier one of the same hand-off: their buffers are not needed otherwise."""
+        """Sends whose frames wait for an earlier frame of their hand-off: their buffers are kept when these are
+        short."""
 
     def announced(self, ledger: _Ledger) -> None:
         """Post receives for all sends of ``ledger`` that have none. Raises WireError if the group is lost."""
@@ -273,8 +276,8 @@ class Inbound(_End):
         self._queued[number] = transfer
 
     def unqueue(self, transfer: TransferId, below: int | None = None) -> None:
-        """Keep the buffers of ``transfer`` no longer, with ``below`` only those of earlier sends: their frames were
-        dropped."""
+        """Stop keeping the buffers of ``transfer`` (with ``below``: of its sends before that number), because their
+        frames were dropped."""
         for number in [
             key for key, each in self._queued.items() if each == transfer and (below is None or key < below)
         ]:
@@ -301,6 +304,7 @@ class Inbound(_End):
             self.let_go(self._arrived.pop(next(iter(self._arrived))))
 
     def close(self) -> None:
+        """Give the group up, wait for its thread, and give all buffers back."""
         self.group.close()
         self.abandon()
 
@@ -326,7 +330,7 @@ class Inbound(_End):
 
 @dataclass(slots=True)
 class _Known:
-    """The group that a sender announced last, made until ``until`` (seconds)."""
+    """The group that a sender announced last; it is given up if it is not ready at ``until`` (seconds)."""
 
     end: Inbound
     until: float
@@ -360,7 +364,7 @@ class ReceiverGroups:
         return known.end if group.ready else None
 
     def announced(self, owner: Incarnation, header: FrameHeader, payload: memoryview) -> None:
-        """Post the receive of a frame that has arrived, also if it will be dropped: later ones are queued behind it."""
+        """Post the receive of an arrived frame, even if it will be dropped: later receives are queued behind it."""
         if (known := self._known.get(owner)) is not None:
             with contextlib.suppress(WireError):
                 known.end.announced(_Ledger.read(header, payload))
@@ -371,6 +375,7 @@ class ReceiverGroups:
         return any(not (known.end.group.ready or known.end.group.lost) for known in self._known.values())
 
     def close(self) -> None:
+        """Give all groups up and wait for their threads."""
         for end in (*(known.end for known in self._known.values()), *self._gone):
             end.close()
         self._known.clear()

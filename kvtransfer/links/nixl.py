@@ -66,6 +66,7 @@ class NixlPoolEndpoint:
         self.announcement: bytes = addresses + self._agent.get_agent_metadata()
 
     def close(self) -> None:
+        """Deregister the memory and drop the agent: receivers can read nothing afterwards."""
         self._agent.deregister_memory(self._registration, [_BACKEND])
         del self._agent
 
@@ -132,7 +133,8 @@ class NixlPool:
         return _NixlReading(self, offsets + np.uint64(self._generations), 8, lambda data: data.view(np.uint64).copy())
 
     def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Reading[Bytes]:
-        """Read these layers of the whole blocks, and return the requested tokens of them."""
+        """Begin to read these layers of the blocks ``table`` [n]. The result is the canonical bytes of ``tokens``,
+        uint8 [size]; only whole blocks are read."""
         layout = self.layout
         part = KvLayout(layout.layers[layers.start : layers.stop], layout.dtype, layout.block_size, layout.head_shards)
         shards = np.arange(layout.head_shards, dtype=np.uint64) * np.uint64(layout.shard_bytes)
@@ -159,8 +161,8 @@ class NixlPool:
     # -- for readings -------------------------------------------------------------------------------------------------
 
     def start(self, landing: _Landing, addresses: npt.NDArray[np.uint64], size: int) -> tuple[Any, str]:
-        """Begin to read ``size`` bytes from each address, contiguously into ``landing``; returns the handle and its
-        state."""
+        """Begin to read ``size`` bytes from each of ``addresses`` [n], contiguously into ``landing``; return the handle
+        and its state."""
         first = np.uint64(landing.bytes.ctypes.data)
         local = self._pieces(first + np.arange(len(addresses), dtype=np.uint64) * np.uint64(size), size)
         remote = self._pieces(addresses, size)
@@ -182,10 +184,12 @@ class NixlPool:
         return landing
 
     def give_back(self, landing: _Landing) -> None:
+        """Take back the buffer of a read that has ended."""
         if not self._closed:
             self._free.append(landing)
 
     def lose(self, why: str) -> WireError:
+        """Mark the pool as lost, the first time with the reason ``why``; return the WireError to raise."""
         self._why_lost = self._why_lost or f"the sender's pool cannot be read: {why}"
         return WireError(self._why_lost)
 
@@ -281,6 +285,7 @@ class NixlPoolConnection:
         return self._pool
 
     def close(self) -> None:
+        """Abandon the read, and close the pool unless :meth:`answer` has returned it."""
         self._word.close()
         if not self._answered:
             self._pool.close()

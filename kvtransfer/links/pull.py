@@ -45,8 +45,8 @@ class Reading(ABC, Generic[T]):
 
 
 class PullSendLink:
-    """Sends :func:`directions_to` the cells instead of bytes. With ``sums_later`` the KV bytes are not read now; only
-    Commit covers them."""
+    """Sends directions to the cells (:func:`directions_to`) instead of their bytes. With ``sums_later`` frames carry no
+    checksum, so that the KV is not read when they are sent; only Commit covers it."""
 
     def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN, *, sums_later: bool = False) -> None:
         self.name, self.memory, self.grain, self.sums_later = name, memory, grain, sums_later
@@ -132,14 +132,16 @@ class SourcePool(Protocol):
         ...
 
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64] | Reading[npt.NDArray[np.uint64]]:
-        """Read the current generation words of these blocks."""
+        """Read the current generation words, uint64 [n], of the blocks ``ids`` [n]."""
         ...
 
     def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes | Reading[Bytes]:
-        """Copy these cells in canonical form, as :meth:`common.kv.storage.host.BlockArray.read`."""
+        """Copy these cells in canonical form, uint8 [size], as :meth:`common.kv.storage.host.BlockArray.read`."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the pool; no copy from it may be used or started afterwards."""
+        ...
 
 
 class PullReceiveLink:

@@ -2,9 +2,9 @@
 
 The pool's descriptor is handed out at an *endpoint*, an abstract Unix socket that serves processes of the same user
 only. The endpoint of a pool in a GPU's memory hands out two, for :mod:`kvtransfer.links.cuda_ipc`. The receiver checks
-the endpoint's user too, since anyone may take the socket's name once its owner has died. Both get the other's user from
-the kernel. The endpoint has a thread of its own because the sender's engine may be in the middle of a long step when a
-receiver connects.
+the endpoint's user too, since anyone may take the socket's name once its owner has died. Each side gets the other's
+user id from the kernel. The endpoint has a thread of its own because the sender's engine may be in the middle of a long
+step when a receiver connects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("tandem.kv")
 
 NAME = "shm"
 ONE_PASS_GRAIN = 4
-"""Size factor of frames whose receiver copies once, which takes as long as two copies with ``pull.GRAIN``."""
+"""Size factor of frames whose receiver copies once: it takes as long as the two copies of one of ``pull.GRAIN``."""
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
 """Pause after a failed accept (no descriptors or memory), much shorter than a client's timeout."""
@@ -76,6 +76,7 @@ class PoolEndpoint:
                         continue
 
     def close(self) -> None:
+        """Accept no further connections and wait for the thread. Pools that were handed out stay mapped."""
         self._closed.set()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
@@ -120,4 +121,5 @@ class PoolConnection:
         raise OSError("the endpoint sent no descriptors of a pool")
 
     def close(self) -> None:
+        """Close the connection; descriptors that :meth:`answer` returned stay open."""
         self._visitor.close()

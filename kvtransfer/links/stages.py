@@ -43,8 +43,8 @@ class Steps(Generic[T]):
         return key in self._running
 
     def go_on(self, key: Hashable, start: Callable[[], Generator[None, None, T]]) -> T | None:
-        """Resume the generator of ``key``, or start one; return its result, or None while it is unfinished. What it
-        raises ends it."""
+        """Resume the generator of ``key``, or start one; return its result, or None while it is unfinished. An
+        exception that it raises ends it."""
         steps = self._running.pop(key, None) or start()
         try:
             next(steps)
@@ -59,6 +59,7 @@ class Steps(Generic[T]):
             steps.close()
 
     def clear(self) -> None:
+        """Abandon all generators."""
         for key in list(self._running):
             self.drop(key)
 
@@ -209,7 +210,7 @@ def writing_ended(calls: DeviceCalls, writing: Event) -> Generator[None]:
 
 
 def checked_size(header: FrameHeader) -> int:
-    """Return the size of a frame that is to be staged; raises WireError if it is absurd."""
+    """Return the size in bytes of a frame to be staged; raises WireError if it is 0 or above MAX_FRAME_BYTES."""
     if not 0 < header.size_bytes <= MAX_FRAME_BYTES:
         raise WireError(f"a frame of {header.size_bytes} bytes")
     return header.size_bytes

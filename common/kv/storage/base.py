@@ -44,7 +44,9 @@ class PoolMemory(Protocol):
         short."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the memory. No work on it may be under way, and no view of it be used afterwards."""
+        ...
 
 
 def canonical_rows(

@@ -36,6 +36,7 @@ class DeviceDescriptors:
     slab_bytes: int
 
     def close(self) -> None:
+        """Close both descriptors; called once."""
         os.close(self.generations)
         os.close(self.slab)
 
@@ -126,7 +127,7 @@ class AttachedCudaBlocks(CudaBlocks):
             handed.close()
 
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return a copy of the generation words of these blocks."""
+        """Return a copy of the generation words, uint64 [n], of the blocks ``ids`` [n]."""
         return self._words.array[ids]
 
     def close(self) -> None:

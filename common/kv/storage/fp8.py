@@ -25,6 +25,6 @@ class Fp8Codec:
         return to_e4m3(key.float() / self.k[layer]), to_e4m3(value.float() / self.v[layer])
 
     def decode(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Invert :meth:`encode`, into the dtype ``computed``."""
+        """Invert :meth:`encode`: return both, [..., kv_heads, dim], in the dtype ``computed``."""
         k, v = key.float() * self.k[layer], value.float() * self.v[layer]
         return k.to(self.computed), v.to(self.computed)

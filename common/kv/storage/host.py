@@ -78,7 +78,8 @@ class BlockArray:
         the XXH3-64 of the written bytes in the order of :meth:`read`, in one pass.
 
         ``blocks`` are the blocks of ``source`` that hold ``tokens``, the first of them being the one in which
-        ``tokens`` begin. Raises IndexError and writes nothing if a block or layer is out of range.
+        ``tokens`` begin. Raises IndexError and writes nothing if a block or layer is out of range, and ValueError if
+        this pool is another process's.
         """
         if not self.raw.flags.writeable:
             raise ValueError("this pool belongs to another process and is read-only")
@@ -210,7 +211,7 @@ class KvMemory(BlockArray):
         """Return None: the engine's work on host memory ends before its calls do."""
 
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return a copy of the generation words of these blocks."""
+        """Return a copy of the generation words, uint64 [n], of the blocks ``ids`` [n]."""
         return self.generations[ids]
 
     def populate(self, first: int, last: int) -> None:

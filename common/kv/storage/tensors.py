@@ -116,7 +116,8 @@ def native_layer(keys: torch.Tensor, values: torch.Tensor) -> cpu.Layer:
 def layer_views(
     flat: torch.Tensor, layout: KvLayout, blocks: int, shard: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return key and value views of each layer of ``shard`` over ``flat``, which has all elements of the pool."""
+    """Return the key views and the value views of each layer of ``shard``, [blocks, block_size, heads, dim] each, over
+    ``flat``, which has all elements of the pool."""
     stride = layout.block_bytes // layout.element_bytes
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
