@@ -1,8 +1,8 @@
 """Reads a checkpoint directory without torch or transformers, since the coordinator and the launcher open checkpoints
 too.
 
-All that ``config.json`` and the safetensors headers show to be unsupported is refused here with a readable error,
-before anything slow is imported.
+A model that ``config.json`` or the safetensors headers show to be unsupported is refused here, with a readable error
+and before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from common.kv.layout import KvDtype, LayerLayout
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 HUB_TIMEOUT_S = 4.0
+"""Timeout of the hub's answer about one file, in seconds; downloads themselves have none."""
 RESTORE = "restore the file from where the model came from"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_HEADER_BYTES = 100 << 20
@@ -66,6 +67,7 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
+        """Number of token ids in the configuration. Raises KeyError if it names none."""
         return int(self.text_config["vocab_size"])
 
     @property
@@ -106,6 +108,7 @@ class Checkpoint:
 
     @cached_property
     def weight_bytes(self) -> int:
+        """Size of all weight files in bytes."""
         return sum(path.stat().st_size for path in self.weight_files)
 
     def kv_layers(self) -> tuple[LayerLayout, ...] | None:
@@ -183,7 +186,7 @@ def _quantization(config: dict[str, Any]) -> str | None:
 
 
 def _known(architecture: str) -> bool:
-    """Return whether transformers has this causal language model; read from its source, since the import is slow."""
+    """Return whether transformers has this causal language model. Searches its source, because importing it is slow."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return True

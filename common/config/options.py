@@ -2,7 +2,8 @@
 
 A dataclass field made with :func:`option` *is* the option: argparse, the environment variable, the YAML key, ``tandem
 config`` and the table of flags in the README are all generated from it. This module owns the mechanism; the other
-modules of this package own the options. Every error is a :class:`~common.core.errors.StartError`.
+modules of this package own the options. Every invalid value or combination of values raises
+:class:`~common.core.errors.StartError`, also when a configuration is constructed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class OptionKind:
 
 def parse_number(text: str) -> int:
     """Parse a whole number with vLLM's suffixes (``32k`` is 32,000, ``32K`` is 32,768) or units of bytes (``4GiB``,
-    ``4GB``)."""
+    ``4GB``). Raises ValueError."""
     match = _NUMBER.fullmatch(text.strip().replace("_", ""))
     if match is None:
         raise ValueError(text)
@@ -131,7 +132,7 @@ def _parse_cpus(text: str) -> str:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Parse core numbers such as ``0-3,5``; return them sorted."""
+    """Parse core numbers such as ``0-3,5``; return them sorted. Raises ValueError."""
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -183,7 +184,7 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_key(text: str) -> str:
-    """Parse a key that is valid in an HTTP header."""
+    """Parse a key that is valid in an HTTP header. Raises ValueError, without the key in its text."""
     key = text.strip()
     if not (key and key.isascii() and key.isprintable()):
         raise ValueError("no key")  # without the text, which may be a key with one wrong character
@@ -261,6 +262,7 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """The flag, such as ``--dtype``; for a positional option its name in the usage line, such as ``MODEL``."""
         return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
     @property
@@ -370,9 +372,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**arguments, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        """Raise StartError with ``message`` instead of printing the usage and exiting."""
         raise StartError(f"{self.prog} cannot read its arguments", message, f"{self.prog} --help lists them")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, after each flag was rewritten with ``-`` for ``_``."""
         return super().parse_known_args(None if args is None else list(self._words(args)), namespace)
 
     def _words(self, args: Iterable[str]) -> Iterator[str]:

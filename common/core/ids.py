@@ -47,6 +47,7 @@ class SequenceId(NamedTuple):
 
     @property
     def transfer(self) -> TransferId:
+        """The id of the hand-off to which the sequence belongs, one for all choices of an attempt."""
         return TransferId(self.request, self.attempt)
 
     def __str__(self) -> str:
@@ -69,18 +70,22 @@ def unpack_transfers(data: bytes) -> list[TransferId]:
 
 
 def new_request_id() -> RequestId:
+    """Return 16 random bytes."""
     return RequestId(secrets.token_bytes(REQUEST_ID_BYTES))
 
 
 def new_incarnation() -> Incarnation:
+    """Return 64 random bits as 16 hexadecimal digits."""
     return Incarnation(secrets.token_hex(8))
 
 
 def sequence_holder(sequence: SequenceId) -> Holder:
+    """Return the holder of the blocks of a sequence in the planner."""
     return Holder(f"seq:{sequence}")
 
 
 def transfer_holder(transfer: TransferId) -> Holder:
+    """Return the holder of blocks that a hand-off (or a link trial) reads or writes."""
     return Holder(f"xfer:{transfer}")
 
 

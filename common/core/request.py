@@ -64,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     @property
     def has_penalty(self) -> bool:
+        """Whether a penalty changes logits by the tokens that the sequence already has."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
@@ -109,6 +110,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return len(self.prompt) // 4
 
     def prompt_tokens(self) -> list[int]:
+        """Return the token ids of the prompt."""
         return unpack_tokens(self.prompt)
 
     def emitted_tokens(self, choice: int) -> list[int]:

@@ -49,7 +49,7 @@ class Sequence:
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
-        """Those of the output tokens sampled here, if the request wants any; kept because a lost span is resent."""
+        """Log-probabilities of the output tokens sampled here, if requested; kept to send a lost span again."""
         sampling = request.sampling  # derived once: every step reads these, and lookups would miss the CPU's caches
         self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
         self._keeps_logprobs = sampling.logprobs is not None
@@ -64,10 +64,12 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
+        """The output token ids, those emitted before a retry included (a new list)."""
         return self.tokens[self.prompt_length :]
 
     @property
     def output_length(self) -> int:
+        """Number of output tokens, those emitted before a retry included."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -114,6 +116,7 @@ class Segment:
 
     @property
     def end(self) -> int:
+        """Position after the last token of the segment."""
         return self.start + self.length
 
     @property

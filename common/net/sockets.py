@@ -387,6 +387,7 @@ class Channels:
         self.poller.register(what, zmq.POLLIN)
 
     def unregister(self, what: zmq.Socket[Any] | int) -> None:
+        """Undo :meth:`register`. Raises KeyError if ``what`` is not registered."""
         self.poller.unregister(what)
 
     def poll(self, seconds: float) -> list[Any]:
@@ -401,6 +402,7 @@ class Channels:
         loop.add_reader(_descriptor(socket), wake)
 
     def unwatch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop) -> None:
+        """Undo :meth:`watch`."""
         loop.remove_reader(_descriptor(socket))
 
     @staticmethod

@@ -3,10 +3,10 @@
 A message is MessagePack, never pickle, and carries no class names or module paths. Its XXH3-64 digest comes first: a
 flipped bit in a prompt or a token would be an unnoticed wrong answer, and TCP's checksum misses some. The package
 msgpack unpacks bytes under the limits below, and msgspec converts the result strictly into a type of
-:mod:`common.net.messages`. Extension types and timestamps are refused. Nothing is built of a message that ends before
-all that its headers announce, since arrays are allocated by their headers; so a message makes its reader allocate at
-most a small multiple of its size, and at most MAX_CONTAINERS arrays and maps. Every defect raises
-:class:`~common.core.errors.WireError`.
+:mod:`common.net.messages`. Extension types and timestamps are refused. Arrays are allocated by their headers, so a
+message is refused before anything is built from it if it ends before all that its headers announce. Its reader then
+allocates at most a small multiple of the message's size, and at most MAX_CONTAINERS arrays and maps. Every defect
+raises :class:`~common.core.errors.WireError`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from common.platform.memory import free_memory
 
 _SPINS = "4000"
 """Iterations of libgomp's spin loop before a waiting thread sleeps, 0.07 to 0.2 ms: longer than any gap between two
-operations of a step. With far more, a waiting thread occupies a core on which the thread that it waits for could run,
-where another process has taken that one's core."""
+operations of a step. With far more, a waiting thread could occupy the only core on which the thread that it waits for
+can run, while another process has that thread's own core."""
 _FIRST_WITH_BF16 = (8, 0)
 """Compute capability from which on GPUs multiply bfloat16."""
 

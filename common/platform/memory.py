@@ -95,7 +95,7 @@ def keep_freed_memory() -> None:
 
 def large_pages(size: int) -> tuple[mmap.mmap, int]:
     """Return zeroed memory, and the offset in it at which ``size`` bytes begin. These bytes, but for their last part,
-    lie in pages of 2 MiB if the system gives any, from which weights that every step reads are read faster."""
+    lie in pages of 2 MiB if the system gives any. Weights in large pages are read faster, and every step reads them."""
     memory = mmap.mmap(-1, size + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE
     if whole := size // LARGE_PAGE * LARGE_PAGE:

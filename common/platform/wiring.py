@@ -31,8 +31,10 @@ class Wiring:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
+        """All file descriptors."""
         return (self.memory, *self.signals.values())
 
     def close(self) -> None:
+        """Close all file descriptors; called once, by their owner."""
         for descriptor in self.descriptors:
             os.close(descriptor)
