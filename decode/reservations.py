@@ -36,6 +36,7 @@ class Reservation:
 
     @property
     def transfer(self) -> TransferId:
+        """The id of the hand-off."""
         return self.sequence.id.transfer
 
 

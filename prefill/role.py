@@ -68,7 +68,7 @@ class PrefillWorker(Worker):
         self._aside: set[TransferId] = set()
         """Prompts that were computed and have given their blocks back, until decode's grant comes."""
         self._last_pair: dict[TransferId, Incarnation] = {}
-        """Link trials, and the decode worker to which each goes."""
+        """The decode worker of each link trial."""
         self._batch = Batch((), ())
         self._ended: list[Shipped | SendFailed] = []
         self._output_history = OutputHistory()
@@ -162,8 +162,8 @@ class PrefillWorker(Worker):
 
     def _on_layer(self, layer: int) -> None:
         """Send what the running step has computed up to ``layer``, which is now in the pool, while the next layer is
-        computed. This is done at most every LOOK_S and after the last layer: between two layers this code is cold in
-        the caches, and running it costs a prompt more than sending its bytes."""
+        computed. This is done at most every LOOK_S and after the last layer: between two layers this code is not in the
+        CPU's caches, and running it delays a prompt more than sending its bytes does."""
         if isinstance(self.engine.memory, CudaMemory):
             self._on_launched_layer(layer + 1, self.engine.memory)
             return
@@ -175,8 +175,9 @@ class PrefillWorker(Worker):
         self._pump(now)
 
     def _on_launched_layer(self, done: int, memory: CudaMemory) -> None:
-        """Note that the GPU has been told to compute ``done`` layers: they are sent once it has. After the last one,
-        send layers while the GPU computes the next, until only the last is left; then sampling is to be launched."""
+        """Record that the kernels of ``done`` layers were launched: the layers are sent once the GPU has computed them.
+        After the last layer's, send layers while the GPU computes later ones, until only the last is left: then
+        sampling must be launched."""
         batch, now, event = self._batch, self.clock(), memory.mark()
         for segment, table in zip(batch.segments, batch.tables, strict=True):
             self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now, event)
@@ -248,8 +249,8 @@ class PrefillWorker(Worker):
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _make_way(self, now: float) -> None:
-        """Take blocks from prompts without decode's grant if prompts with a grant need them, and compute those again
-        whose grant has come since."""
+        """Take blocks from prompts without decode's grant if prompts with a grant need them. Compute prompts again that
+        gave their blocks back and have a grant now."""
         for transfer in [each for each in self._aside if self.sender.granted(each)]:
             self._aside.remove(transfer)
             aside = self._prompts[transfer].sequence
@@ -316,7 +317,7 @@ class PrefillWorker(Worker):
             self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _measure(self, message: Measure, now: float) -> None:
-        """Ship unowned blocks, whatever they contain: the frames and checks of a real hand-off, without a model."""
+        """Run a link trial: ship blocks with arbitrary contents, with the frames and checks of a real hand-off."""
         transfer = TransferId(message.request, message.attempt)
         if (table := self.open_trial(transfer, message.tokens, now)) is None:
             return

@@ -63,13 +63,12 @@ IDLE_S = 0.25
 TIMER_S = 0.05
 """Longest sleep while requests are held but nothing can be computed."""
 POPULATED_BYTES = 1 << 20
-"""Bytes to pre-fault per idle turn: takes about half a millisecond, by which a message may be delayed."""
+"""Bytes to pre-fault per idle turn. This takes about half a millisecond, and may delay a message by as much."""
 SWEEP_S = 0.1
 """Interval between checks of the lease, the connection and deadlines."""
 PUBLISH_S = 0.05
-"""Interval, while steps follow one another, at which a worker updates the snapshot that heartbeats report and announces
-cached prefixes. Announcing after every step would send a message per step, since some stream has nearly always just
-filled a block."""
+"""Interval at which a busy worker updates the snapshot that heartbeats report, and announces cached prefixes.
+Announcing after every step would send a message per step, since some stream has nearly always just filled a block."""
 TRIAL_S = 5.0
 """Deadline of a link trial. One that takes longer will not end: the peer was short of blocks, or is gone."""
 LONELY_S = 5.0
@@ -89,7 +88,9 @@ class Engine(Protocol):
     """Called with the index of each layer once its keys and values of the running step are in the pool."""
 
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> Memory:
+        """The memory of the KV pool, which hand-offs read and write."""
+        ...
 
     def step(self, batch: Batch) -> StepResult:
         """Compute and store the KV of every row, and sample for the segments that want a token."""
@@ -175,7 +176,8 @@ class Worker(abc.ABC):
         """Create the role's state and open the sockets of its hand-offs; called once, before Hello is sent."""
 
     @abc.abstractmethod
-    def close_links(self) -> None: ...
+    def close_links(self) -> None:
+        """Give all hand-offs up and close their sockets; called once, when the worker has left."""
 
     def introduce(self, hello: Hello) -> Hello:
         """Return ``hello`` completed with what only the role knows (a decode worker's data address)."""
@@ -222,7 +224,7 @@ class Worker(abc.ABC):
         """Return how many invalid messages and frames of hand-offs were dropped."""
 
     def stale_frames(self) -> int:
-        """Return how many frames arrived for hand-offs already over: in flight when an attempt was given up."""
+        """Return how many frames arrived after the end of their hand-off: they were in flight at that moment."""
         return 0
 
     @abc.abstractmethod
@@ -236,8 +238,8 @@ class Worker(abc.ABC):
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def watch_gpus(self, monitor: GpuMonitor) -> None:
-        """Send the readings of ``monitor`` with heartbeats, and leave when it reports a fault. The worker stops it when
-        it closes. To be called before :meth:`run`."""
+        """Send the readings of ``monitor`` with heartbeats, and leave when it reports a fault. The worker stops the
+        monitor when it closes. Call this before :meth:`run`."""
         self.membership.gpus = monitor
         monitor.on_fault = self.device_failed
         if monitor.fault:
@@ -266,7 +268,7 @@ class Worker(abc.ABC):
 
     def turn(self) -> float:
         """Run one turn of the loop: messages, hand-offs, one step. Return how many seconds the loop may then sleep."""
-        self.membership.stood_still_before_s = self.membership.stood_still_s()  # first: heartbeats read it last
+        self.membership.stood_still_before_s = self.membership.stood_still_s()  # set first: heartbeats read it last
         now = self.membership.turning_since = self.clock()
         for message in self.membership.receive():
             self._dispatch(message, now)
@@ -366,8 +368,8 @@ class Worker(abc.ABC):
 
     def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
         """Return whether this worker takes the request. If it does not, the reason has been sent to the coordinator,
-        unless the message is a repeated one. ``tokens`` is the most that one choice can come to hold. WireError for a
-        request that no coordinator sends: its attempt or a token id is out of range."""
+        unless the message is a repeated one. ``tokens`` is the maximum length of one choice, prompt included. Raises
+        WireError if the attempt or a token id is out of range, which no coordinator sends."""
         transfer = TransferId(request.id, attempt)
         if attempt > MAX_ATTEMPT:
             raise WireError(f"attempt {attempt} is out of range")
@@ -392,7 +394,7 @@ class Worker(abc.ABC):
         return [sequence for sequence in self.planner.sequences() if sequence.id.transfer == transfer]
 
     def over(self, transfer: TransferId) -> None:
-        """Forget the deadline of (request, attempt), of which nothing is held any more."""
+        """Forget the deadline of (request, attempt), once nothing of it is held here."""
         self._deadlines.pop(transfer, None)
 
     def fail(self, transfer: TransferId, code: str, detail: str, *, retriable: bool) -> None:
@@ -488,7 +490,7 @@ class Worker(abc.ABC):
     # -- link trials --------------------------------------------------------------------------------------------------
 
     def open_trial(self, transfer: TransferId, tokens: int, now: float) -> BlockTable | None:
-        """Take blocks for a hand-off that measures a link, whatever they contain. None for a repeated message, while
+        """Take blocks, with arbitrary contents, for a hand-off that measures a link. None for a repeated message, while
         draining, or when blocks are short."""
         if transfer in self.holdings() or self.draining_until is not None or not tokens:
             return None
@@ -549,7 +551,7 @@ class Worker(abc.ABC):
         self.count("step_tokens", batch.length)
 
     def _helped_s(self) -> float:
-        """Return how many seconds longer this worker would have computed, in all so far, without borrowed cores."""
+        """Return how many seconds longer all steps so far would have taken without borrowed cores."""
         return 0.0 if self.cores is None else self.cores.borrowed_s() / max(1, len(self.cores.own))
 
     # -- reporting ----------------------------------------------------------------------------------------------------
@@ -608,7 +610,7 @@ class Worker(abc.ABC):
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._waker = writer
-        if self._device_fault:  # it came before there was a waker
+        if self._device_fault:  # reported before there was a waker
             writer.send(_DEVICE_FAILED)
         try:
             yield reader
@@ -629,11 +631,11 @@ class Worker(abc.ABC):
         """Drop everything, send Goodbye, and leave no socket or thread behind. After a crash no Goodbye is sent: it
         would clear this worker's requests of the suspicion that one of them caused the crash."""
         self._drop_all()
-        if self._overlap is not None and not (crashed or self._device_fault):  # a lost GPU ends no step
+        if self._overlap is not None and not (crashed or self._device_fault):  # steps on a lost GPU never end
             self._overlap.settle()
         reason = self._device_fault or (DRAINED if self.draining_until else STOPPED)
         self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
-        if self.membership.gpus is not None:  # not before: what hangs until here is stuck
+        if self.membership.gpus is not None:  # not earlier: until here it detects a worker that is stuck
             self.membership.gpus.stop()
         self.close_links()
         self.channels.close()  # closes any socket that an exception left open, too

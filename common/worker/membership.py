@@ -22,9 +22,9 @@ Hello arrives, and one Hello is enough."""
 RETRY_S = 1.0
 """Seconds between two Hellos while another worker has this worker's name."""
 RECONNECT_S = 2.0
-"""Seconds without an answer to Hello after which to dial again. If there is a connection, the Hello was lost: with an
-earlier one, or because this one no longer carries anything. If there is none, because our key is refused, the
-coordinator's list of keys may have been corrected by then."""
+"""Seconds without an answer to Hello after which to connect again. If there is a connection, the Hello was lost, with
+an earlier connection or because this one no longer carries anything. If our key was refused, the coordinator's list of
+keys may have been corrected by then."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Membership:
         self.turning_since: float | None = None
         """When the current turn of the worker's loop began; None while the loop sleeps."""
         self.stood_still_before_s = 0.0
-        """:meth:`stood_still_s` when that turn began. Time added since is no hang: the process was stopped."""
+        """:meth:`stood_still_s` when that turn began. Seconds added since are no hang: the process was stopped."""
         self.expected_s = 0.0
         """Expected duration of the running step; 0 outside a step."""
         self.acted_on = 0
@@ -74,9 +74,9 @@ class Membership:
         """Why this worker has not been welcomed so far, if another worker has its name; else ""."""
         self._hello_sent_at = 0.0
         self._unanswered_since: float | None = None
-        """Since when a Hello has been unanswered, or, if later, since when its connection exists; None if answered."""
+        """When the unanswered Hello was sent or, if later, its connection was made; None if Hello was answered."""
         self._heard_at = self._clock()
-        """When the last message arrived, or when the connection was last down or made anew."""
+        """When the last message arrived or, if later, when the connection was last seen down or was made anew."""
         self._dial()
         self._send_hello()
 
@@ -87,7 +87,7 @@ class Membership:
 
     @property
     def connected(self) -> bool:
-        """Whether a message sent now can leave now, as far as is known."""
+        """Whether the connection is up, so that a message sent now leaves at once, as far as is known."""
         return self._handshakes.connected
 
     @property
@@ -100,8 +100,8 @@ class Membership:
         return self._heartbeat_thread.stood_still_s() if self._heartbeat_thread is not None else 0.0
 
     def reconnect(self) -> None:
-        """Dial again where libzmq does not: after a refusal, and when a connection carries nothing, that is, leaves a
-        Hello unanswered or brings no message for the duration of a lease."""
+        """Connect again where libzmq does not: after a refusal, and when a connection carries nothing, that is, when a
+        Hello stays unanswered or no message arrives for the duration of a lease."""
         reconnected, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
             if now - self._hello_sent_at > RECONNECT_S:
@@ -179,13 +179,14 @@ class Membership:
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:
+        """Stop heartbeats, send ``goodbye`` if given, and close the socket within half a second."""
         self._hang_up(goodbye)
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
 
     def _start_heartbeats(self, interval_s: float) -> None:
-        """Start a new heartbeat thread at every Welcome: the coordinator may have given us up because the connection of
-        the last one carries nothing, and another coordinator may use another interval."""
+        """Start a new heartbeat thread at every Welcome. The coordinator may have given us up because the last thread's
+        connection carries nothing, and another coordinator may use another interval."""
         self._stop_heartbeats()
         name = identity(self.hello.name, self.hello.incarnation, self._secret, beats=True)
         self._gpus_sent = 0

@@ -3,12 +3,13 @@
     turn n:    plan ahead of step n ── launch step n + 1 ── read step n ── send its tokens
     turn n+1:  messages, hand-offs (the device computes step n + 1) ── plan ahead of it ── launch step n + 2 ── ...
 
-So the device always has a step to compute, and what Python does between two steps takes no time of it. A sequence that
-ends by a token of step n, or is aborted, may have a row in step n + 1, too. Its result is dropped, and its blocks wait
-for that step (:mod:`common.engine.launched`). The last token by ``max_tokens`` is known in advance and costs no row.
+So the device always has a step to compute, and does not wait for Python between two steps. A sequence that ends with a
+token of step n, or is aborted, may have a row in step n + 1, too. The result of that row is dropped, and the sequence's
+blocks are returned after that step (:mod:`common.engine.launched`). An end by ``max_tokens`` is known in advance and
+costs no row.
 
-Only decode steps overlap. Where the next step needs more (a prompt, blocks of a sequence to be parked, a row that the
-engine does not launch), the launched one is read first, and the next turn plans with everything known.
+Only decode steps overlap. If the next step needs more (a prompt, blocks of a sequence to be parked, a row that the
+engine does not launch), the launched step is read first, and the next turn plans with all tokens known.
 """
 
 from __future__ import annotations
