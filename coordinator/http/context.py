@@ -79,9 +79,9 @@ class Services:
 SERVICES = web.AppKey("services", Services)
 
 
-async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T]) -> T:
+async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T], *, templated: bool = False) -> T:
     """Read the body of a POST and return ``read(body, budget)``: the parsed JSON object and its remaining JSON budget.
-    Raises RequestError if the body is not a JSON object.
+    Raises RequestError if the body is not a JSON object. ``templated``: ``read`` may render the chat template.
 
     For a body that is long or has many objects, parsing and ``read`` run as one step of a lane, so that bodies wait for
     a lane as bytes rather than as the larger parsed objects."""
@@ -101,7 +101,7 @@ async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T])
             budget = JsonBudget()
             return read(parse_json(body, budget), budget)
 
-        return parsed() if is_small(body) else await services.model.in_body_lane(body, parsed)
+        return parsed() if is_small(body, templated=templated) else await services.model.in_body_lane(body, parsed)
 
 
 async def _receive(request: web.Request, share: BodyShare) -> bytes:

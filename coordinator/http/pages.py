@@ -123,7 +123,7 @@ async def _tokenized(request: web.Request) -> web.Response:
         model.check_chars(len(prompt), "prompt")
         return _Asked(prompt, fields.boolean("add_special_tokens", True), strings)
 
-    asked = await read_body(request, read)
+    asked = await read_body(request, read, templated=True)
     tokens = await model.counted(asked.prompt, asked.add_special_tokens)
     shown: Json = {"count": len(tokens), "max_model_len": model.context_length, "tokens": tokens}
     if asked.strings:

@@ -49,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         model.check_name(body.options.model)
         return body.options, model.chat_text(body)
 
-    options, text = await read_body(request, read)
+    options, text = await read_body(request, read, templated=True)
     prompts = [await model.chat_prompt(text)]
     del text  # release its memory: the answer may take long
     shape = ChatShape(_head("chatcmpl", model), options, model.text)

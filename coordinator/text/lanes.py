@@ -58,7 +58,8 @@ INLINE_OBJECTS = 16
 INLINE_VALUES = 1024
 INLINE_LEVELS = 16 << 10
 """Bodies within all four limits are parsed, checked and templated in the event loop, which takes about 1 ms at most.
-INLINE_LEVELS limits the sum over all values of their indentation depth, as a template may indent each by its depth."""
+INLINE_LEVELS limits the sum over all values of their indentation depth, as a template may indent each by its depth. A
+body that is not templated may have more numbers and strings than INLINE_VALUES, but not more arrays and objects."""
 OBJECT_COST = 50
 """Cost of a message, tool, content part or array, in characters."""
 _HIDDEN = re.compile(rb"\\u00(?:2[cC]|[57][bB])")
@@ -66,12 +67,16 @@ _HIDDEN = re.compile(rb"\\u00(?:2[cC]|[57][bB])")
 counts of :func:`is_small`."""
 
 
-def is_small(body: bytes) -> bool:
-    """Return whether ``body`` is little enough work for the event loop, even if the chat template prints each value on
-    its own line, indented by its depth."""
-    if len(body) > INLINE_BYTES or (objects := body.count(b"{")) > INLINE_OBJECTS or _HIDDEN.search(body):
+def is_small(body: bytes, *, templated: bool = True) -> bool:
+    """Return whether ``body`` is little enough work for the event loop. ``templated``: even if the chat template prints
+    each value on its own line, indented by its depth."""
+    if len(body) > INLINE_BYTES or (objects := body.count(b"{")) > INLINE_OBJECTS:
         return False
     containers = objects + body.count(b"[")
+    if not templated:
+        return containers <= INLINE_VALUES
+    if _HIDDEN.search(body):
+        return False
     values = body.count(b",") + containers
     return values <= INLINE_VALUES and values * containers <= INLINE_LEVELS
 

@@ -74,6 +74,20 @@ def test_bodies_that_may_be_much_work_leave_the_event_loop(body: bytes, small: b
     assert is_small(body) == small
 
 
+@pytest.mark.parametrize(
+    ("body", "small"),
+    [
+        (b'{"prompt": [%s1]}' % (b"1," * 5 * INLINE_VALUES), True),
+        (rb'{"prompt": "\u002c"}', True),
+        (b'{"prompt": [%s1]}' % (b"1," * (INLINE_BYTES // 2)), False),
+        (b'{"prompt": [%s]}' % (b"{}," * INLINE_OBJECTS), False),
+        (b'{"prompt": [%s]}' % (b"[]," * INLINE_VALUES), False),
+    ],
+)
+def test_bodies_without_a_template_may_have_more_values(body: bytes, small: bool) -> None:
+    assert is_small(body, templated=False) == small
+
+
 def test_the_bounds_of_lanes() -> None:
     """The limits are those that the threat model names."""
     assert (Bounds(256, 4 << 20, by_size=True), Bounds(256, 16 << 20, by_size=True)) == (SHORT, BODIES)
