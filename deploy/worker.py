@@ -139,7 +139,7 @@ def build(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         kv_bytes=engine.memory.blocks * engine.layout.block_bytes,
         max_model_len=engine.max_model_len,
-        device=machine.kind if machine.gpu is None else f"{machine.address} ({machine.name})",
+        device=machine.shown,
         dtype=engine.layout.dtype,
         notes=list(engine.notes),
     )

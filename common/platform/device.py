@@ -18,7 +18,7 @@ from typing import Literal
 
 from common.core.errors import StartError
 from common.kv.layout import KvDtype
-from common.platform.gpu import Gpu, NoGpu, is_driver_loaded, visible_gpus
+from common.platform.gpu import Gpu, GpuGone, NoGpu, is_driver_loaded, visible_gpus
 from common.platform.memory import free_memory
 
 _SPINS = "4000"
@@ -47,6 +47,11 @@ class Device:
         """The device as torch and ``--device`` call it, such as cuda:1."""
         return self.kind if self.gpu is None else f"cuda:{self.gpu.index}"
 
+    @property
+    def shown(self) -> str:
+        """The device as a user sees it; a GPU has the same number in every process."""
+        return self.kind if self.gpu is None else f"GPU {self.gpu.number} ({self.name})"
+
 
 def choose(wanted: str) -> tuple[Device, str]:
     """Return the device for ``--device wanted`` (the first GPU of several) and the reason, as :func:`usable_gpus`."""
@@ -56,11 +61,15 @@ def choose(wanted: str) -> tuple[Device, str]:
 
 def usable_gpus(wanted: str) -> tuple[list[Gpu], str]:
     """Return the GPUs that ``--device wanted`` (auto, cpu, cuda or cuda:N) allows, none for the CPU, and the reason in
-    words ("" if there is nothing to say). Raises StartError if a GPU is demanded that cannot be used."""
+    words ("" if there is nothing to say). Raises StartError if a GPU is demanded that cannot be used. A UUID in
+    CUDA_VISIBLE_DEVICES demands that GPU, also with auto: a worker whose GPU is gone must not go on on the CPU."""
     if wanted == "cpu":
         return [], ""
     try:
         gpus = visible_gpus()
+    except GpuGone as error:
+        todo = "look at nvidia-smi -L and at the kernel's log: it was taken away, or has failed"
+        raise StartError("the GPU of this process is gone", str(error), todo) from None
     except NoGpu as error:
         if wanted == "auto":
             return [], f"computing on the CPU: {error}" if is_driver_loaded() else ""

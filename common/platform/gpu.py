@@ -18,16 +18,23 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVERS = Path("/proc/driver/nvidia/version"), Path("/dev/dxg")
 """Files that exist where an NVIDIA driver is loaded: on Linux, and on Linux in Windows."""
 _ORDINAL = re.compile(r"\d+")
+_UUID = "GPU-", "MIG-"
+"""Beginnings of the names of GPUs, and of parts of GPUs."""
 
 
 class NoGpu(Exception):
     """There is no GPU to use; the text says why."""
 
 
+class GpuGone(NoGpu):
+    """CUDA_VISIBLE_DEVICES names GPUs by UUID, and the driver does not show the first of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One visible GPU. ``index`` is its place among the visible ones, which torch calls ``cuda:index``; ``uuid`` names
-    it for every process. ``capability`` is CUDA's compute capability, such as (9, 0) for Hopper."""
+    it for every process. ``capability`` is CUDA's compute capability, such as (9, 0) for Hopper. ``number`` is its
+    place among all GPUs of the machine, as ``nvidia-smi`` counts them."""
 
     index: int
     uuid: str
@@ -35,6 +42,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    number: int = 0
 
 
 def is_driver_loaded() -> bool:
@@ -81,12 +89,10 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 def _visible_handles(library: Any, visible: str | None) -> list[Any]:
     """Return NVML's handles of the GPUs named by ``visible``, the value of CUDA_VISIBLE_DEVICES (None: all GPUs). As in
     CUDA, the first name that is no GPU ends the list, and a repeated one empties it. Raises NoGpu if it is empty."""
-    handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
-    if not handles:
-        raise NoGpu("the NVIDIA driver shows no GPU")
+    by_uuid = visible is not None and all(name.strip().startswith(_UUID) for name in visible.split(","))
+    handles, uuids = _known(library, partly=by_uuid)
     if visible is None:
         return handles
-    uuids = [str(library.nvmlDeviceGetUUID(handle)) for handle in handles]
     found: dict[str, Any] = {}
     for name in visible.split(","):
         handle = _named(library, name.strip(), handles, uuids)
@@ -95,9 +101,30 @@ def _visible_handles(library: Any, visible: str | None) -> list[Any]:
         if (uuid := str(library.nvmlDeviceGetUUID(handle))) in found:
             raise NoGpu(f"{VISIBLE}={visible} names a GPU twice, for which CUDA hides all")
         found[uuid] = handle
+    if not found and by_uuid:
+        raise GpuGone(f"{VISIBLE}={visible} names a GPU that the driver does not show")
     if not found:
         raise NoGpu(f"{VISIBLE}={visible} hides all GPUs")
     return list(found.values())
+
+
+def _known(library: Any, partly: bool) -> tuple[list[Any], list[str]]:
+    """Return NVML's handles of all GPUs and their UUIDs; ``partly``: without those that do not answer, which CUDA does
+    not touch either where UUIDs name others. Raises NoGpu if there is none at all."""
+    handles, uuids = [], []
+    count = library.nvmlDeviceGetCount()
+    if not count and not partly:
+        raise NoGpu("the NVIDIA driver shows no GPU")
+    for index in range(count):
+        try:
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            uuids.append(str(library.nvmlDeviceGetUUID(handle)))
+        except library.NVMLError:
+            if not partly:
+                raise
+        else:
+            handles.append(handle)
+    return handles, uuids
 
 
 def _named(library: Any, name: str, handles: list[Any], uuids: list[str]) -> Any:
@@ -127,4 +154,5 @@ def _describe(library: Any, index: int, handle: Any) -> Gpu:
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         capability=(int(major), int(minor)),
+        number=int(library.nvmlDeviceGetIndex(whole)),
     )

@@ -19,6 +19,7 @@ from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.core.ids import WorkerName
 from common.net.keys import ClusterKeys
+from common.platform import gpu
 from common.platform.core_lease import Lending
 from deploy.launcher import cores, process, status
 from deploy.launcher.ipc import AbsenceReport, Launcher, serve
@@ -35,6 +36,7 @@ class ChildProcess:
     restarted. ``config`` may be replaced; the next process gets the new one. ``keys``: cluster keys of its role, the
     same for all replacements. ``launcher``: serves the IPC requests of the child; for the coordinator only.
     ``on_absence``: called when the process has ended and is to be restarted, and when that is given up.
+    ``visible_gpus``: CUDA_VISIBLE_DEVICES of the process and its replacements, as UUIDs; "" for the launcher's own.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class ChildProcess:
         launcher: Launcher | None = None,
         lending: Lending | None = None,
         on_absence: Callable[[AbsenceReport], None] | None = None,
+        visible_gpus: str = "",
     ) -> None:
-        self.label, self.config, self.share = label, config, share
+        self.label, self.config, self.share, self.visible_gpus = label, config, share, visible_gpus
         self._keys, self._lending = keys, lending
         self._cores: Sequence[int] | None = None
         self._at_once = False
@@ -152,6 +155,8 @@ class ChildProcess:
         threads = str(self.share.threads)
         # OpenMP reads these when torch is imported, before torch.set_num_threads can be called
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} if self.share.threads else {}
+        if self.visible_gpus:
+            environment[gpu.VISIBLE] = self.visible_gpus
         self._error = self._hung = None
         self._ready = False
         with contextlib.ExitStack() as stack:

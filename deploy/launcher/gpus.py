@@ -13,26 +13,32 @@ from common.platform.gpu import Gpu
 
 
 class Place(NamedTuple):
-    """Where a worker computes: the value of ``--device`` for it, and its GPU unless that is the CPU. ``sharing``: the
-    number of workers on that GPU."""
+    """Where a worker computes: the device as the launcher counts it, and the GPU unless that is the CPU. ``sharing``:
+    the number of workers on that GPU."""
 
     device: str = "cpu"
     gpu: Gpu | None = None
     sharing: int = 1
 
+    @property
+    def visible(self) -> str:
+        """The value of CUDA_VISIBLE_DEVICES for the worker: the GPU's UUID, which is the same GPU after every restart
+        of the worker. "" on the CPU."""
+        return "" if self.gpu is None else self.gpu.uuid
+
 
 def deal(gpus: Sequence[Gpu], workers: int, taken: Iterable[str] = ()) -> list[Place]:
     """Return the places of ``workers`` workers: each in turn on the first of the GPUs with the fewest workers, where
-    ``taken`` are the devices of the workers that run already. Without GPUs all are on the CPU."""
+    ``taken`` are the UUIDs of the GPUs of the workers that run already. Without GPUs all are on the CPU."""
     load = Counter(taken)
     chosen: list[Gpu] = []
     for _ in range(workers if gpus else 0):
-        gpu = min(gpus, key=lambda each: load[address(each)])
-        load[address(gpu)] += 1
+        gpu = min(gpus, key=lambda each: load[each.uuid])
+        load[gpu.uuid] += 1
         chosen.append(gpu)
     if not chosen:
         return [Place()] * workers
-    return [Place(address(gpu), gpu, load[address(gpu)]) for gpu in chosen]
+    return [Place(address(gpu), gpu, load[gpu.uuid]) for gpu in chosen]
 
 
 def address(gpu: Gpu) -> str:

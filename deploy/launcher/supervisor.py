@@ -39,7 +39,7 @@ from common.platform.gpu import Gpu
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
 from deploy.launcher.child import ChildProcess
-from deploy.launcher.gpus import Place, address, deal
+from deploy.launcher.gpus import Place, deal
 from deploy.launcher.ipc import AbsenceReport, Pools
 from deploy.launcher.preflight import check_memory, check_up
 from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts, chat_ended
@@ -96,7 +96,7 @@ def _place(child: ChildProcess, gpus: Sequence[Gpu]) -> Place:
     """Return where ``child`` computes."""
     if not isinstance(child.config, WorkerConfig):
         return Place()
-    gpu = next((each for each in gpus if address(each) == child.config.device), None)
+    gpu = next((each for each in gpus if each.uuid == child.visible_gpus), None)
     return Place(child.config.device, gpu, child.config.workers_on_gpu)
 
 
@@ -233,7 +233,7 @@ class Supervisor:
             workers_on_host=workers,
             threads=member.share.threads,
             cpus=member.share.cpus or self._config.cpus,
-            device=member.place.device,
+            device="cpu" if member.place.gpu is None else "cuda",  # the only GPU that it sees
             workers_on_gpu=member.place.sharing,
         )
         lending = None  # only one process of a worker on the CPU could lend or borrow
@@ -242,7 +242,7 @@ class Supervisor:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
         return ChildProcess(
             member.label, config, member.share, self._screen, self._keys[member.role], lending=lending,
-            on_absence=self._report_absence,
+            on_absence=self._report_absence, visible_gpus=member.place.visible,
         )  # fmt: skip
 
     def _report_absence(self, report: AbsenceReport) -> None:
@@ -469,7 +469,11 @@ class Supervisor:
         mine, quota = machine(self._config)
         ranks = [self._config.ranks_of(role) for _, role in names]
         shares = cores.deal_more(mine, staying, sum(ranks), quota, self._config.threads) if names else []
-        places = deal(gpus, len(names), [_place(child, gpus).device for child in self._children[1:]])
+        pinned = [child.visible_gpus for child in self._children[1:] if child.visible_gpus]
+        if names and pinned and not gpus:
+            todo = "look at nvidia-smi, and scale up when they are back"
+            raise StartError("there is no GPU for more workers", "this machine's are gone", todo)
+        places = deal(gpus, len(names), pinned)
         coming = members(names, ranks, shares, places)
         return [self._make_worker(member, len(staying) + len(coming)) for member in coming], leaving
 

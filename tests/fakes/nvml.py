@@ -29,6 +29,8 @@ class FakeGpu:
     free: int = 139 * GIB
     capability: tuple[int, int] = (9, 0)
     parent: FakeGpu | None = field(default=None, repr=False)
+    lost: bool = False
+    """Whether it has fallen off the bus: the driver still counts it."""
 
 
 def two_gpus() -> list[FakeGpu]:
@@ -38,6 +40,11 @@ def two_gpus() -> list[FakeGpu]:
 def install(patch: pytest.MonkeyPatch, gpus: list[FakeGpu], parts: list[FakeGpu] | None = None) -> ModuleType:
     """Make ``common.platform.gpu`` find ``gpus`` and, by UUID only, the MIG ``parts``; return the fake module."""
     module: Any = ModuleType("pynvml")
+
+    def by_index(index: int) -> FakeGpu:
+        if gpus[index].lost:
+            raise NVMLError("GPU is lost")
+        return gpus[index]
 
     def by_uuid(uuid: str) -> FakeGpu:
         for each in (*gpus, *(parts or ())):
@@ -65,9 +72,10 @@ def install(patch: pytest.MonkeyPatch, gpus: list[FakeGpu], parts: list[FakeGpu]
 
     module.nvmlInit, module.nvmlShutdown = start, stop
     module.nvmlDeviceGetCount = lambda: len(gpus)
-    module.nvmlDeviceGetHandleByIndex = gpus.__getitem__
+    module.nvmlDeviceGetHandleByIndex = by_index
     module.nvmlDeviceGetHandleByUUID = by_uuid
     module.nvmlDeviceGetUUID = lambda handle: handle.uuid
+    module.nvmlDeviceGetIndex = gpus.index
     module.nvmlDeviceGetName = lambda handle: handle.name
     module.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=handle.total, free=handle.free)
     module.nvmlDeviceGetCudaComputeCapability = capability

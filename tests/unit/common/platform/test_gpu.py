@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.platform import gpu
-from common.platform.gpu import Gpu, NoGpu, visible_gpus
+from common.platform.gpu import Gpu, GpuGone, NoGpu, visible_gpus
 from tests.fakes import nvml
 from tests.fakes.nvml import GIB, FakeGpu, NVMLError, two_gpus
 
@@ -17,7 +17,7 @@ H200 = Gpu(0, "GPU-aaaa-0001", "NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0))
 
 def test_every_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = nvml.install(monkeypatch, two_gpus())
-    assert visible_gpus({}) == [H200, Gpu(1, "GPU-aabb-0002", "NVIDIA T4", 16 * GIB, 15 * GIB, (7, 5))]
+    assert visible_gpus({}) == [H200, Gpu(1, "GPU-aabb-0002", "NVIDIA T4", 16 * GIB, 15 * GIB, (7, 5), 1)]
     assert fake.starts == 0, "NVML is shut down again"
 
 
@@ -56,6 +56,19 @@ def test_cuda_visible_devices_is_obeyed(
         found = visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
         assert [each.uuid for each in found] == expected
         assert [each.index for each in found] == list(range(len(expected)))
+
+
+def test_a_lost_gpu_hides_the_others_unless_they_are_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = two_gpus()
+    gpus[0].lost = True
+    nvml.install(monkeypatch, gpus)
+    for visible in ({}, {"CUDA_VISIBLE_DEVICES": "1"}):
+        with pytest.raises(NoGpu, match="GPU is lost"):
+            visible_gpus(visible)
+    (found,) = visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aabb-0002"})
+    assert (found.uuid, found.index, found.number) == ("GPU-aabb-0002", 0, 1)
+    with pytest.raises(GpuGone, match="GPU-aaaa-0001 names a GPU that the driver does not show"):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaaa-0001"})
 
 
 def test_a_part_of_a_gpu_has_the_capability_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

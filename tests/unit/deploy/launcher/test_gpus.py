@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +16,13 @@ from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.platform import device
+from common.platform.device import choose
 from common.platform.gpu import Gpu
 from deploy.cli import main as cli
-from deploy.launcher import preflight, supervisor
+from deploy.launcher import preflight, process, supervisor
+from deploy.launcher.child import ChildProcess
 from deploy.launcher.gpus import Place, deal
+from deploy.launcher.screen import Lines
 from tests.fakes import nvml
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.fakes.nvml import two_gpus
@@ -45,7 +52,7 @@ def test_gpus_are_divided_among_the_workers(there_are: int, workers: int, expect
 
 
 def test_new_workers_go_where_the_fewest_are() -> None:
-    places = deal(gpus(3), 3, ["cuda:0", "cuda:0", "cuda:2", "cpu"])
+    places = deal(gpus(3), 3, ["GPU-0", "GPU-0", "GPU-2"])
     assert [(place.device, place.sharing) for place in places] == [("cuda:1", 2), ("cuda:1", 2), ("cuda:2", 2)]
 
 
@@ -61,6 +68,82 @@ def test_up_gives_each_worker_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     one = replace(config, device="cuda:1")
     assert {member.place.device for member in supervisor.plan(one, device.usable_gpus(one.device)[0])} == {"cuda:1"}
     assert {member.place.device for member in supervisor.plan(replace(config, device="cpu"))} == {"cpu"}
+
+
+@pytest.fixture
+async def workers(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
+    """The workers of a supervisor of a machine with two GPUs, one on each; none is started."""
+    nvml.install(monkeypatch, two_gpus())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    config = UpConfig(model="m", lend_cores=False)
+    running = supervisor.Supervisor(config, supervisor.plan(config, device.usable_gpus("auto")[0]), Lines())
+    return running._make_children()[1:]
+
+
+@pytest.mark.processes
+async def test_a_restarted_worker_gets_the_same_gpu(
+    workers: list[ChildProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    async def start(
+        label: str, config: WorkerConfig, environment: Mapping[str, str], *passed: Any
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        seen.put_nowait((config.device, environment["CUDA_VISIBLE_DEVICES"]))
+        reports = asyncio.StreamReader()
+        reports.feed_data(b'{"ready": {}}\n{"error": {"what": "the GPU has failed", "why": "", "todo": ""}}\n')
+        reports.feed_eof()
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", "-c", "raise SystemExit(71)", stdout=asyncio.subprocess.PIPE
+        )
+        return child, reports
+
+    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 0.01)
+    for worker, uuid in zip(workers, ("GPU-aaaa-0001", "GPU-aabb-0002"), strict=True):
+        keeping = asyncio.create_task(worker.keep())
+        for _ in range(3):
+            assert await seen.get() == ("cuda", uuid)
+        worker.leave()
+        await keeping
+        while not seen.empty():
+            seen.get_nowait()
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "auto"])
+def test_a_worker_whose_gpu_is_gone_does_not_compute_elsewhere(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the GPU that has the number now, nor on the CPU. The worker on the other GPU does not notice."""
+    there = two_gpus()
+    nvml.install(monkeypatch, there)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aabb-0002")
+    assert choose(wanted)[0].shown == "GPU 1 (NVIDIA T4)"
+    there[0].lost = True
+    assert choose(wanted)[0].shown == "GPU 1 (NVIDIA T4)"
+    del there[0]
+    assert choose(wanted)[0].shown == "GPU 0 (NVIDIA T4)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa-0001")
+    with pytest.raises(StartError, match=r"the GPU of this process is gone: .*GPU-aaaa-0001") as caught:
+        choose(wanted)
+    assert "nvidia-smi" in caught.value.todo
+
+
+async def test_scaling_on_a_machine_that_has_lost_its_gpus_does_not_use_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml.install(monkeypatch, two_gpus())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    config, there = UpConfig(model="m", lend_cores=False), device.usable_gpus("auto")[0]
+    running = supervisor.Supervisor(config, supervisor.plan(config, there), Lines())
+    running._children = running._make_children()
+    (coming,), leaving = running._difference({"prefill": 1, "decode": 2}, there)
+    assert (coming.label, coming.visible_gpus, leaving) == ("decode-1", "GPU-aaaa-0001", [])
+    assert isinstance(coming.config, WorkerConfig) and coming.config.workers_on_gpu == 2
+    with pytest.raises(StartError, match="no GPU for more workers"):
+        running._difference({"prefill": 1, "decode": 2}, [])
+    assert running._difference({"prefill": 1, "decode": 0}, [])[1][0].label == "decode-0"
 
 
 @pytest.mark.parametrize("wanted", ["cuda:9999", "gpu", "cuda:", "cuda:-1", ""])
