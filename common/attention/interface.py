@@ -67,6 +67,15 @@ class AttentionBackend(Protocol):
         pool's."""
 
 
+class Rotation(NamedTuple):
+    """What is still to be done to a layer's queries and keys: the rotary embedding by ``angles`` (cosines and sines [T,
+    k_dim]), and before it the RMS norm of each head if ``norms`` are given: the weights [k_dim] of queries and of keys,
+    and their epsilon."""
+
+    angles: tuple[torch.Tensor, torch.Tensor]
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None
+
+
 class LayerAttention(Protocol):
     """What a model's attention modules call, with one layer's queries, keys and values of one flat row."""
 
@@ -75,6 +84,22 @@ class LayerAttention(Protocol):
     ) -> torch.Tensor:
         """Return [T, heads, v_dim], in the query's dtype, for ``query`` [T, heads, k_dim], ``key`` [T, kv_heads, k_dim]
         and ``value`` [T, kv_heads, v_dim]."""
+
+
+class RotatingAttention(LayerAttention, Protocol):
+    """A :class:`LayerAttention` that can rotate by itself, in the kernel that stores keys and values."""
+
+    def rotated(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        params: Params,
+    ) -> torch.Tensor:
+        """Return what calling it with ``query`` and ``key`` after ``rotation`` returns. ``query`` and ``key`` are
+        scratch afterwards."""
 
 
 def from_transformers(

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 def find_fault(backend: AttentionBackend, store: KvStorage, calls: Sequence[LayerCall], prefill: bool) -> str | None:
     """Compare ``backend`` with the reference, over random blocks of ``store`` and all distinct layers of ``calls``, on
     chunks of prompts if ``prefill``, else on single rows. Return what is wrong, in words; None if nothing is. Only
-    before serving: it overwrites the pool's last blocks and zeroes them."""
+    before serving: it overwrites the pool's last blocks and zeroes them. Raises torch.OutOfMemoryError."""
     spans = _spans(store, prefill)
     blocks = sorted({block for span in spans for block in span.blocks})
     if not blocks:
@@ -42,6 +42,8 @@ def find_fault(backend: AttentionBackend, store: KvStorage, calls: Sequence[Laye
             off = float((got - expected).abs().max() / expected.abs().max())
             if not off <= TOLERANCE[store.dtype]:
                 return f"its trial gives wrong numbers (off by {off:.2g} in layer {layer})"
+    except torch.OutOfMemoryError:  # the fault of none
+        raise
     except Exception as error:  # another package's code may raise anything
         return f"its trial fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:

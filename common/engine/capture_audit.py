@@ -6,7 +6,7 @@ nothing is copied between host and device. :func:`audit` runs a step under a dis
 torch and lists those that break one of these rules, with the line of code that called them.
 
 What happens inside an operation is invisible here: a kernel may wait for the device by itself. A capture that fails is
-therefore handled, too (:mod:`common.engine.cuda_graphs`). Operations of the host on tensors of the host are harmless
+therefore handled, too (:mod:`common.engine.graph_capture`). Operations of the host on tensors of the host are harmless
 during capture but are not repeated, so a result that changes from step to step must not depend on one; on a CPU, where
 host and device are the same, the audit cannot tell.
 """

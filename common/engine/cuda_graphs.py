@@ -18,31 +18,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from common.attention.interface import Params, Span, bind
+from common.attention.interface import Span
 from common.core.errors import InvariantBroken
 from common.core.sequence import Batch, StepResult
 from common.core.sequence import Sequence as Tokens
 from common.engine import faults
-from common.engine.capture_audit import audit, choose_experts
+from common.engine.capture_audit import audit
 from common.engine.device_sampler import Columns, sample_on_device
 from common.engine.graph_calls import Event, GraphCalls
 from common.engine.launched import LaunchedStep
 from common.engine.sample_plan import PLAIN, Features, SamplePlanner
 from common.engine.sampler import uniforms
 from common.engine.token_counts import TokenCounts
-from common.kv.storage.interface import KvStorage
-from common.model.probe import forward
-
-if TYPE_CHECKING:
-    from common.engine.runner import PagedAttention
 
 MAX_ROWS = 512
 """Most rows of a graph; steps with more run without."""
@@ -54,7 +47,6 @@ _NAMES = ("given", "positions", "blocks", "offsets", "noise", *_NUMBERS)
 sampled; ``blocks`` is -1 for padding."""
 _REAL = ("noise", "temperature", "top_p", "min_p")
 _PADDING = {"given": 0, "positions": 0, "blocks": -1, "offsets": 0, "noise": 0, "top_k": 1}
-_WITHOUT = "decode steps run without CUDA graphs: "
 UNREAD = 2
 """Most launched steps whose tokens have not been read, and pinned buffers that are used in turns."""
 
@@ -83,59 +75,6 @@ def sizes_of(rows: int) -> list[int]:
     wanted = chain((1, 2, 4), range(8, 128, 8), range(128, 256, 16), range(256, MAX_ROWS + 1, 32))
     most = min(rows, MAX_ROWS)
     return [*(size for size in wanted if size < most), most]
-
-
-class _PlacedAttention:
-    """What the model's attention modules call in a captured step: rows, slots and plan are those of the graph."""
-
-    def __init__(self, store: KvStorage, backend: Any) -> None:
-        self._store, self._backend = store, backend
-
-    def place(self, slots: Slots, plan: Any) -> None:
-        self._slots, self._plan = slots, plan
-
-    def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
-    ) -> torch.Tensor:
-        self._store.write(layer, key, value, self._slots)
-        out: torch.Tensor = self._backend.attend(self._plan, layer, query, params)
-        return out
-
-
-def captured(
-    model: nn.Module, attention: PagedAttention, calls: GraphCalls, rows: int, max_model_len: int
-) -> tuple[DecodeGraphs | None, str]:
-    """Return the graphs of steps of up to ``rows`` rows and a note, or None and a note that says why there are none. To
-    be called in inference mode, before serving."""
-    store = attention.store
-    backend: Any = getattr(attention.backend, "decode", attention.backend)  # of two backends, that of decode rows
-    if not hasattr(backend, "reserve"):
-        return None, f"{_WITHOUT}attention {backend.name} plans every step anew"
-    if not getattr(store, "skips_padding", False):
-        return None, f"{_WITHOUT}without Triton the pool has no place for padding"
-
-    placed = _PlacedAttention(store, backend)
-
-    def run(ids: torch.Tensor, positions: torch.Tensor, slots: Slots, plan: Any) -> torch.Tensor:
-        placed.place(slots, plan)
-        bind(model, placed)
-        try:
-            return forward(model, ids[None], positions[None], None)
-        finally:
-            bind(model, attention)
-
-    started = perf_counter()
-    config: Any = model.config
-    graphs = DecodeGraphs(calls, run, backend, rows, store.device, store.layout.block_size)
-    try:
-        graphs.prepare(store.layout.blocks_for(max_model_len), config.get_text_config().num_attention_heads)
-        if why := choose_experts(model, graphs.obstacle):
-            return None, f"{_WITHOUT}{why}"
-        graphs.capture()
-    except torch.OutOfMemoryError as error:
-        return None, f"{_WITHOUT}{str(error).partition(chr(10))[0]} Lower --gpu-memory-utilization to make room"
-    seconds = perf_counter() - started
-    return graphs, f"decode steps of up to {graphs.sizes[-1]} rows run as CUDA graphs (captured in {seconds:.1f} s)"
 
 
 class DecodeGraphs:
@@ -197,20 +136,24 @@ class DecodeGraphs:
             return f"{sum(each.times for each in blockers)} operations would stop capture, the first: {blockers[0]}"
         try:
             self._calls.capture(run)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             faults.raise_if_lost(error)
+            if faults.is_out_of_memory(error):
+                raise
             return f"capture fails: {str(error).partition(chr(10))[0]}"
         return ""
 
     def capture(self) -> None:
         """Capture all sizes and kinds, the largest first: the others then find room in its memory."""
         for rows in reversed(self.sizes):
-            plan = self._attention.plan([], rows)
-            self._run(rows, KINDS[-1], plan)  # compiles the kernels for this size
-            for kind in reversed(KINDS):
-                self._graphs[rows, kind] = self._calls.capture(partial(self._run, rows, kind, plan))
+            self.capture_size(rows)
+
+    def capture_size(self, rows: int) -> None:
+        """Capture all kinds of a step of ``rows`` rows. RuntimeError if that is not possible."""
+        plan = self._attention.plan([], rows)
+        self._run(rows, KINDS[-1], plan)  # compiles the kernels for this size
+        for kind in reversed(KINDS):
+            self._graphs[rows, kind] = self._calls.capture(partial(self._run, rows, kind, plan))
 
     def _run(self, rows: int, kind: Features, plan: Any) -> None:
         """Compute a step of ``rows`` rows from what the input tensors contain."""

@@ -6,9 +6,14 @@ process cannot repair its context.
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 import torch
 
-from common.core.errors import DeviceLost
+from common.core.errors import DeviceLost, StartError
+from common.kv.budget import human_bytes
 
 REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """Exceptions that torch and modelling code raise when one request's numbers are impossible or too large, and that torch
@@ -17,6 +22,13 @@ NOT_FINITE = "the model's logits are not finite"
 """The error of a row that cannot be sampled."""
 _LOST = ("CUDA error", "Triton Error [CUDA]", "CUDNN_STATUS_", "CUBLAS_STATUS_", "CUSOLVER_STATUS_", "NCCL error")
 _SHORT = ("out of memory", "_ALLOC_FAILED")
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+"""What torch says that it asked the device for."""
+SMALLER_POOL = (
+    "lower --gpu-memory-utilization (or --kv-cache-memory, --num-kv-blocks), so that the KV pool leaves more, or lower "
+    "--max-num-batched-tokens and --max-num-seqs"
+)
+"""Advice for a step that does not fit beside the pool."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -38,6 +50,30 @@ def describe(error: BaseException) -> str:
     if is_out_of_memory(error):
         return f"too little GPU memory: {_first_line(error)}"
     return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def shortage_in_words(what: str, device: torch.device, todo: str) -> Iterator[None]:
+    """Turn a lack of GPU memory within the block into a StartError, which says ``what`` did not fit, how many bytes
+    were free, and what ``todo``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        wanted = _WANTED.search(str(error))
+        why = f"{wanted[1]} more did not fit" if wanted else _first_line(error)
+        raise StartError(f"too little GPU memory {what}", f"{why}; {_memory_of(device)}", todo) from None
+
+
+def _memory_of(device: torch.device) -> str:
+    """Return in words how much of the device's memory is free, and how much this process holds."""
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+    except (RuntimeError, ValueError, AssertionError):
+        return "how much is free is not known"
+    return f"{human_bytes(free)} of {human_bytes(total)} are free, {human_bytes(own)} are this worker's"
 
 
 def free_cached(device: torch.device) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import MAX_LOGPROBS, Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
-from common.engine.faults import free_cached, is_out_of_memory, wait_for
+from common.engine.cuda_graphs import MAX_ROWS
+from common.engine.faults import free_cached, shortage_in_words, wait_for
+from common.engine.graph_calls import GraphCalls
+from common.engine.graph_capture import DRIVER_BYTES, GraphUse
 from common.engine.runner import ModelEngine
-from common.kv.budget import human_bytes
 from common.kv.gpu_budget import GpuUse
 
 _EVERYTHING = SamplingParams(
@@ -21,31 +22,49 @@ _EVERYTHING = SamplingParams(
 """Parameters for which sampling takes the most memory."""
 
 
-def measure_use(make_trial: Callable[[], ModelEngine], rows: int, sequences: int) -> GpuUse:
+def measure_use(
+    make_trial: Callable[[], ModelEngine],
+    device: torch.device,
+    rows: int,
+    sequences: int,
+    graph_calls: Callable[[], GraphCalls] | None,
+    alone: bool,
+) -> GpuUse:
     """Run the largest steps, of ``rows`` tokens and of ``sequences`` sequences, in the engine that ``make_trial``
-    returns; it has a small pool and is closed afterwards. Raises StartError if the GPU's memory is too small for such a
-    step."""
+    returns; it has a small pool and is closed afterwards. With ``graph_calls``, CUDA graphs of its decode steps are
+    measured, too. ``alone``: no other worker takes memory of the GPU meanwhile. Raises StartError if the GPU's memory
+    is too small for such steps."""
+    weights = torch.cuda.memory_allocated(device)
     trial = make_trial()
-    device = trial.store.device
+    trial.max_num_seqs = sequences
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    try:
+    what = f"for a step of {rows:,} tokens and {sequences:,} sequences"
+    with shortage_in_words(what, device, "lower --max-num-batched-tokens and --max-num-seqs, or free the GPU"):
         run_largest(trial, rows, sequences)
         wait_for(device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise StartError(
-            f"too little GPU memory for a step of {rows:,} tokens and {sequences:,} sequences",
-            f"the weights take {human_bytes(before)}, and activations did not fit beside them",
-            "lower --max-num-batched-tokens and --max-num-seqs, or free the GPU",
-        ) from None
     activations = torch.cuda.max_memory_reserved(device) - before
+    free_cached(device)
+    graphs = GraphUse() if graph_calls is None else _measure_graphs(trial, device, graph_calls(), alone)
     trial.close()
     del trial
     free_cached(device)
     free, total = torch.cuda.mem_get_info(device)
-    return GpuUse(total, free, torch.cuda.memory_allocated(device), activations, rows)
+    return GpuUse(total, free, weights, activations, rows, graphs.bytes, graphs.rows)
+
+
+def _measure_graphs(trial: ModelEngine, device: torch.device, calls: GraphCalls, alone: bool) -> GraphUse:
+    """Return what the CUDA graphs of ``trial`` take. Only a worker that is ``alone`` on the GPU can read from the
+    memory that is free what the driver takes for them; for the others this is estimated."""
+
+    def taken() -> int:
+        wait_for(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free if alone else torch.cuda.memory_reserved(device)
+
+    what = f"for CUDA graphs of decode steps of {min(trial.max_num_seqs, MAX_ROWS)} rows"
+    with shortage_in_words(what, device, "give --enforce-eager, lower --max-num-seqs, or free the GPU"):
+        return trial.measure_graphs(calls, taken, 0 if alone else DRIVER_BYTES)
 
 
 def run_largest(engine: ModelEngine, rows: int, sequences: int) -> None:

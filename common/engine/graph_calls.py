@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -60,8 +61,11 @@ class CudaCalls:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # its complaint would hide why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
 
     def event(self) -> Event:

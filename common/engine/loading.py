@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import nn
 
 from common.attention.registry import AUTO, Wanted, select_backend
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.engine.device_steps import DeviceSteps
+from common.engine.faults import SMALLER_POOL, shortage_in_words
 from common.engine.gpu_memory import measure_use
-from common.engine.graph_calls import CudaCalls
+from common.engine.graph_calls import CudaCalls, GraphCalls
 from common.engine.parallel import Leader
 from common.engine.pool import make_store
 from common.engine.prepared import PreparedModel, prepare
@@ -77,27 +77,51 @@ def load_engine(
         checkpoint, machine, chosen, max_model_len=max_model_len, batch_hint=batch_hint, quantization=quantization,
         gpu_fusion=gpu_fusion, progress=progress, trust_remote_code=trust_remote_code, leader=leader,
     )  # fmt: skip
-    layers, shards = (ready.seen.layers, 1) if leader is None else leader.whole_layers(checkpoint, ready.seen.layers)
-    layout = KvLayout(layers, stored, block_size, shards)
+    layout = _layout(checkpoint, ready, stored, block_size, leader)
     scales = KvScales.for_peaks(ready.seen.peaks) if stored == "fp8" else None
     make = partial(_make_engine, checkpoint, ready, layout, scales, chosen, machine, attention, leader)
-    notes = ready.notes
+    graph_calls = partial(CudaCalls, ready.where) if ready.where.type == "cuda" and leader is None else None
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
-        rows = min(max_batched_tokens, checkpoint.max_position)
-        use = measure_use(lambda: make(layout.blocks_for(rows), rows), max_batched_tokens, max_num_seqs)
+        blocks = layout.blocks_for(min(max_batched_tokens, checkpoint.max_position))
+        trial = partial(make, blocks, max_model_len or checkpoint.max_position)
+        calls = None if enforce_eager else graph_calls
+        use = measure_use(trial, ready.where, max_batched_tokens, max_num_seqs, calls, alone=share.workers == 1)
         room, note = plan_pool(use, share, layout.token_bytes, max_model_len or block_size)
-        notes = [*notes, note]
-    plan = budget(layers, room)
+        ready.notes.append(note)
+    plan = budget(layout.layers, room)
     engine = make(plan.blocks, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
-    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *notes]
-    engine.notes += ready.layer_notes(batch_hint, bool(ready.fused) and engine.shorten(ready.seen.tokens))
-    engine.notes += _scale_notes(scales)
-    memory.keep_freed_memory()
-    engine.verify(checkpoint, ready.seen, QUANTISED_TOLERANCE if ready.is_rounded or scales else None)
-    if ready.where.type == "cuda" and leader is None:
-        _capture(engine, ready.where, enforce_eager)
+    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *ready.notes]
+    _check(engine, checkpoint, ready, scales, batch_hint)
+    _capture(engine, graph_calls, enforce_eager)
     return engine
+
+
+def _layout(
+    checkpoint: Checkpoint, ready: PreparedModel, dtype: KvDtype, block_size: int, leader: Leader | None
+) -> KvLayout:
+    """Return the layout of the pool, which the ranks of a tensor-parallel worker have in common."""
+    layers, shards = (ready.seen.layers, 1) if leader is None else leader.whole_layers(checkpoint, ready.seen.layers)
+    return KvLayout(layers, dtype, block_size, shards)
+
+
+def _capture(engine: ModelEngine, graph_calls: Callable[[], GraphCalls] | None, enforce_eager: bool) -> None:
+    if graph_calls is not None and enforce_eager:
+        engine.notes.append("decode steps run without CUDA graphs, as requested")
+    elif graph_calls is not None:
+        engine.capture_graphs(graph_calls())
+
+
+def _check(
+    engine: ModelEngine, checkpoint: Checkpoint, ready: PreparedModel, scales: KvScales | None, batch_hint: int
+) -> None:
+    """Choose how the engine's layers run, note it, and compare what it computes with the probe. Raises StartError if
+    that differs, or if a GPU's memory is too small for it beside the pool."""
+    with shortage_in_words("to check the model with its KV pool", ready.where, SMALLER_POOL):
+        shortened = bool(ready.fused) and engine.shorten(ready.seen.tokens)
+        engine.notes += [*ready.layer_notes(batch_hint, shortened), *_scale_notes(scales)]
+        memory.keep_freed_memory()
+        engine.verify(checkpoint, ready.seen, QUANTISED_TOLERANCE if ready.is_rounded or scales else None)
 
 
 def _budget(
@@ -115,13 +139,6 @@ def _budget(
         layout, checkpoint.max_position, max_model_len, kv_bytes=room, num_kv_blocks=num_kv_blocks,
         limit=checkpoint.position_limit,
     )  # fmt: skip
-
-
-def _capture(engine: ModelEngine, where: torch.device, enforce_eager: bool) -> None:
-    if enforce_eager:
-        engine.notes.append("decode steps run without CUDA graphs, as requested")
-    else:
-        engine.capture_graphs(CudaCalls(where))
 
 
 def _check_quantization(quantization: str, kv_cache_dtype: str, machine: Device, leader: Leader | None) -> None:
@@ -163,7 +180,8 @@ def _make_engine(
         store = make_store(layout, blocks, machine, where, codec)
     else:
         store = leader.make_store(layout, blocks)
-    chosen = select_backend(store, attention, ready.seen.calls)
+    with shortage_in_words("for the trial of attention kernels", where, SMALLER_POOL):
+        chosen = select_backend(store, attention, ready.seen.calls)
     steps = None
     if machine.gpu is not None:
         embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from common.checkpoint.files import Checkpoint
-from common.core.errors import StartError
+from common.engine.faults import shortage_in_words
 from common.engine.parallel import Leader
 from common.kernels import triton
 from common.kv.layout import KvDtype
@@ -23,6 +23,8 @@ from common.model.load import Progress, detach_from_files, load_model, read_weig
 from common.model.probe import Probe, probe
 from common.model.rotary import freeze_rotary
 from common.platform.device import Device
+
+_FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on it"
 
 
 @dataclass(frozen=True)
@@ -87,35 +89,29 @@ def prepare(
 ) -> PreparedModel:
     """Load and probe the model of ``checkpoint``, with weights of ``dtype``, and change its layers into those that
     compute fastest on ``machine``. The other parameters are those of :func:`common.engine.loading.load_engine`. Raises
-    StartError if it cannot be served here."""
+    StartError if it cannot be served here, also if another process has taken the GPU's memory since it was looked
+    at."""
     weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None)
     model = (load_model if leader is None else leader.load)(checkpoint, dtype, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
-    where, int8 = _move(model, machine), quantization == "int8"
-    seen = probe(model, checkpoint)
-    rounded = round_linears(model) if quantization == "fp8" else []
-    fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
-    if where.type == "cuda" and leader is None and not rounded:
-        notes += _fuse_for_gpu(model, gpu_fusion)
+    with shortage_in_words("for the weights", torch.device(machine.address), _FEWER_WEIGHTS):
+        where, int8 = _move(model, machine), quantization == "int8"
+        seen = probe(model, checkpoint)
+        rounded = round_linears(model) if quantization == "fp8" else []
+        fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
+        if where.type == "cuda" and leader is None and not rounded:
+            notes += _fuse_for_gpu(model, gpu_fusion)
     packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
     return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, notes)
 
 
 def _move(model: nn.Module, machine: Device) -> torch.device:
-    """Move ``model`` to the memory of ``machine`` and return its device. Raises StartError if that is too small, for
-    example because another process has taken it since it was looked at."""
+    """Move ``model`` to the memory of ``machine`` and return its device."""
     where = torch.device(machine.address)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    try:
-        model.to(where)
-    except torch.OutOfMemoryError as error:
-        raise StartError(
-            f"too little GPU memory for the weights on {machine.address}",
-            str(error).partition("\n")[0],
-            "choose a smaller model, free the GPU, or run fewer workers on it",
-        ) from None
+    model.to(where)
     return where
 
 

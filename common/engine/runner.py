@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.attention.interface import AttentionBackend, Params, bind
+from common.attention.interface import AttentionBackend, Params, Rotation, bind
 from common.checkpoint.files import Checkpoint
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
@@ -21,11 +21,11 @@ from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.core.sequence import Sequence as Tokens
 from common.engine import faults
 from common.engine.batch import FlatStep, flatten, rows_to_sample
-from common.engine.cuda_graphs import captured
 from common.engine.decoder import FusedDecoder, find_decoder
 from common.engine.device_steps import DeviceSteps, Entry
 from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
 from common.engine.graph_calls import GraphCalls
+from common.engine.graph_capture import Capture, GraphUse
 from common.engine.launched import Launch
 from common.engine.sampler import peaks, sample
 from common.kv.cache import BlockCopy
@@ -49,6 +49,12 @@ class PagedAttention:
         self.stored = 0
         """Number of layers of this step whose keys and values are in the pool and announced."""
 
+    @property
+    def decode_backend(self) -> AttentionBackend:
+        """The backend of decode rows; prompts may have another one."""
+        backend: AttentionBackend = getattr(self.backend, "decode", self.backend)
+        return backend
+
     def begin(self, step: FlatStep) -> Any:
         """Plan ``step``; return the backend's plan, which all layers share."""
         self._step, self._plan, self.stored = step, self.backend.plan(step.spans), 0
@@ -64,6 +70,22 @@ class PagedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
         self.store.write(layer, key, value, (self._step.tensor("blocks"), self._step.tensor("offsets")))
+        self.announce(layer)
+        return self.backend.attend(self._plan, layer, query, params)
+
+    def rotated(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        params: Params,
+    ) -> torch.Tensor:
+        """See :class:`common.attention.interface.RotatingAttention`."""
+        slots = self._step.tensor("blocks"), self._step.tensor("offsets")
+        store: Any = self.store  # layers that call this run on GPUs, over a SlabStore
+        store.write_rotated(layer, query, key, value, *rotation, slots)
         self.announce(layer)
         return self.backend.attend(self._plan, layer, query, params)
 
@@ -251,10 +273,11 @@ class ModelEngine:
             steps.append(Batch((Segment(prompt, rows - 1, 1),) * batch, (blocks,) * batch))
             batch *= 2
         paces = []
-        for step in steps:
-            started = perf_counter()
-            self.run_once(step)
-            paces.append((step.length, step.attended, perf_counter() - started))
+        with faults.shortage_in_words("for the warm-up steps", self.store.device, faults.SMALLER_POOL):
+            for step in steps:
+                started = perf_counter()
+                self.run_once(step)
+                paces.append((step.length, step.attended, perf_counter() - started))
         self.store.clear(blocks)
         return paces
 
@@ -276,9 +299,18 @@ class ModelEngine:
     def capture_graphs(self, calls: GraphCalls) -> None:
         """Run decode steps as CUDA graphs from now on, if the backend and the model allow it, and add a note on that.
         Only before serving, after the checks."""
-        graphs, note = captured(self.model, self._attention, calls, self.max_num_seqs, self.max_model_len)
+        graphs, note = self._capture.graphs(calls)
         self.launch = None if graphs is None else graphs.launch
         self.notes.append(note)
+
+    @torch.inference_mode()
+    def measure_graphs(self, calls: GraphCalls, taken: Callable[[], int], driver_bytes: int) -> GraphUse:
+        """Return what :meth:`capture_graphs` would take, as :meth:`common.engine.graph_capture.Capture.measure`."""
+        return self._capture.measure(calls, taken, driver_bytes)
+
+    @property
+    def _capture(self) -> Capture:
+        return Capture(self.model, self._attention, self.max_num_seqs, self.max_model_len)
 
     def verify(self, checkpoint: Checkpoint, expected: Probe, tolerance: float | None = None) -> None:
         """Repeat the probe through the pool, in three chunks beside another sequence. StartError if logits differ by

@@ -18,13 +18,20 @@ CONTEXT_BYTES = 640 << 20
 class GpuUse:
     """Memory of one GPU in bytes, measured by a worker whose weights are loaded: what the GPU has (``total``), what is
     free now (``free``), and what this worker takes. ``activations``: the peak of its largest step beside weights and
-    pool, which had ``rows`` tokens."""
+    pool, which had ``rows`` tokens. ``graphs``: what CUDA graphs of decode steps of up to ``graph_rows`` rows take."""
 
     total: int
     free: int
     weights: int
     activations: int
     rows: int
+    graphs: int = 0
+    graph_rows: int = 0
+
+    @property
+    def beside(self) -> int:
+        """What is not taken yet and must stay free beside the pool."""
+        return self.activations + self.graphs
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,15 @@ def plan_pool(use: GpuUse, share: Share, token_bytes: int, tokens: int) -> tuple
     Raises StartError if that does not fit; it names the context or the batch that would.
     """
     allowed = share.of(use.total)
-    pool = min(allowed - use.weights - use.activations - CONTEXT_BYTES, use.free - use.activations)
-    taken = (
-        f"weights {human_bytes(use.weights)}, activations of {use.rows:,} tokens {human_bytes(use.activations)}, "
-        f"CUDA {human_bytes(CONTEXT_BYTES)}"
-    )
+    ours, there = allowed - use.weights - CONTEXT_BYTES - use.beside, use.free - use.beside
+    pool = min(ours, there)
+    taken = f"weights {human_bytes(use.weights)}, activations of {use.rows:,} tokens {human_bytes(use.activations)}, "
+    if use.graphs:
+        taken += f"CUDA graphs of up to {use.graph_rows} rows {human_bytes(use.graphs)}, "
+    taken += f"CUDA {human_bytes(CONTEXT_BYTES)}"
     if pool >= tokens * token_bytes:
         return pool, f"GPU memory: {human_bytes(allowed)} of {human_bytes(use.total)} ({share}): {taken}"
-    if use.free - use.activations < allowed - use.weights - use.activations - CONTEXT_BYTES:
+    if there < ours:
         taken += f"; other processes leave {human_bytes(use.free)}"
     raise StartError(
         f"too little GPU memory for a context of {tokens:,} tokens, which needs {human_bytes(tokens * token_bytes)}",
@@ -82,7 +90,8 @@ def most_for_kv(total: int, free: int, weights: int, share: Share) -> int:
 
 
 def _advice(use: GpuUse, pool: int, token_bytes: int, tokens: int) -> str:
-    """Say which context fits, and which smaller batch would leave room for the one that was asked for."""
+    """Say which context fits, and which smaller batch would leave room for the one that was asked for, or whether it
+    fits without CUDA graphs."""
     advice = []
     if (fits := max(0, pool) // token_bytes // 16 * 16) >= 16:
         advice.append(f"--max-model-len {fits} or less")
@@ -90,6 +99,8 @@ def _advice(use: GpuUse, pool: int, token_bytes: int, tokens: int) -> str:
     rows = room * use.rows // use.activations // 16 * 16 if use.activations else 0
     if 16 <= rows < use.rows:
         advice.append(f"--max-num-batched-tokens {rows} or less")
+    if use.graphs and pool + use.graphs >= tokens * token_bytes:
+        advice.append("--enforce-eager")
     if not advice:
         return "choose a smaller model, free the GPU, or run fewer workers on it"
     return f"give {', or '.join(advice)}"

@@ -93,6 +93,8 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
         recorder = Recorder()
         bind(model, recorder)
         ours = forward(model, ids, positions, None)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # the model's code may raise anything
         raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
     layers = _layers(checkpoint, recorder)

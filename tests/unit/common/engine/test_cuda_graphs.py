@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from common.checkpoint.files import open_checkpoint
-from common.core.errors import InvariantBroken
+from common.core.errors import DeviceLost, InvariantBroken
 from common.core.ids import BlockId, RequestId, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
 from common.engine.cuda_graphs import KINDS, MAX_ROWS, UNREAD, sizes_of
+from common.engine.graph_capture import GraphUse
 from common.engine.loading import load_engine
 from common.engine.runner import ModelEngine
 from common.net.messages import Abort, Generate
@@ -55,12 +56,17 @@ def load(path: Path, blocks: int = 24, **options: Any) -> ModelEngine:
     return load_engine(open_checkpoint(str(path)), **(fields | options))
 
 
-def captured(engine: ModelEngine, calls: LateCalls) -> ModelEngine:
-    """Let ``engine`` run its decode steps as graphs on the late device."""
+def on_late_device(engine: ModelEngine, calls: LateCalls) -> ModelEngine:
+    """Let ``engine`` attend as on the late device, on which graphs can be captured."""
     attention, engine.decoder = engine._attention, None
     attention.store = PaddedStore(engine.store)  # type: ignore[assignment]
     attention.backend = LateAttention(engine.store, calls)
-    engine.capture_graphs(calls)
+    return engine
+
+
+def captured(engine: ModelEngine, calls: LateCalls) -> ModelEngine:
+    """Let ``engine`` run its decode steps as graphs on the late device."""
+    on_late_device(engine, calls).capture_graphs(calls)
     return engine
 
 
@@ -268,6 +274,73 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
     assert engine.launch is None
     (note,) = [note for note in engine.notes if "CUDA graphs" in note]
     assert note.endswith("capture fails: operation not permitted when stream is capturing")
+    engine.close()
+
+
+def note_of(engine: ModelEngine) -> str:
+    (note,) = [note for note in engine.notes if "CUDA graphs" in note]
+    return note
+
+
+SHORT = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+
+
+@pytest.mark.parametrize("fine", [0, 2, 8])
+def test_graphs_for_which_memory_is_short_leave_those_of_fewer_rows(
+    checkpoint: Callable[[str], Path], calls: LateCalls, fine: int
+) -> None:
+    """Memory is short once, after ``fine`` captures."""
+    answers = iter([""] * fine + [SHORT])
+    calls.refuses = lambda: next(answers, "")
+    engine = captured(load(checkpoint("llama")), calls)
+    assert "up to 3 rows" in note_of(engine) and "for larger ones there is too little GPU memory" in note_of(engine)
+    assert engine.launch is not None
+    rows = [running(engine, number, 3 * number) for number in range(4)]
+    assert engine.launch(together(*rows)) is None
+    launched = engine.launch(together(*rows[:3]))
+    assert launched is not None
+    expected = [engine.step(row).tokens for row in rows[:3]]
+    assert [[tokens] for tokens in launched.result().tokens] == expected
+    engine.close()
+
+
+def test_without_memory_for_any_graph_steps_run_eagerly_and_say_why(
+    checkpoint: Callable[[str], Path], calls: LateCalls
+) -> None:
+    calls.refuses = lambda: SHORT
+    engine = captured(load(checkpoint("llama")), calls)
+    assert engine.launch is None and note_of(engine).startswith("decode steps run without CUDA graphs: too little GPU")
+    assert "--gpu-memory-utilization" in note_of(engine)
+    engine.close()
+
+
+def test_a_device_that_is_lost_while_graphs_are_captured_is_reported(
+    checkpoint: Callable[[str], Path], calls: LateCalls
+) -> None:
+    answers = iter(["", "", "CUDA error: an illegal memory access was encountered"])
+    calls.refuses = lambda: next(answers, "")
+    engine = load(checkpoint("llama"))
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        captured(engine, calls)
+    engine.close()
+
+
+def test_the_memory_of_all_graphs_follows_from_the_two_largest_sizes(
+    checkpoint: Callable[[str], Path], calls: LateCalls
+) -> None:
+    engine = load(checkpoint("llama"))
+    assert engine.measure_graphs(calls, lambda: 0, 7) == GraphUse(), "this backend has no graphs"
+    on_late_device(engine, calls)
+    after_one, after_two = 1 + len(KINDS), 1 + 2 * len(KINDS)
+
+    def taken() -> int:
+        return 1000 + 500 * (calls.captured >= after_one) + 20 * (calls.captured >= after_two)
+
+    assert engine.measure_graphs(calls, taken, 0) == GraphUse(500 + 20 * (len(sizes_of(6)) - 1), 6)
+    assert calls.captured == after_two and engine.launch is None
+    assert engine.measure_graphs(calls, lambda: 0, 7) == GraphUse(7 * len(KINDS) * len(sizes_of(6)), 6)
+    engine.max_num_seqs = 1
+    assert engine.measure_graphs(calls, lambda: 0, 7) == GraphUse(7 * len(KINDS), 1)
     engine.close()
 
 

@@ -18,10 +18,14 @@ from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request
 from common.core.sequence import Batch, Segment, Sequence
+from common.engine.cuda_graphs import KINDS, sizes_of
+from common.engine.gpu_memory import measure_use
+from common.engine.graph_capture import DRIVER_BYTES
 from common.engine.loading import load_engine
 from common.engine.runner import ModelEngine
 from common.kv.gpu_budget import CONTEXT_BYTES, Share
 from common.kv.storage.slab import SlabStore
+from tests.fakes.late_graphs import LateAttention, LateCalls, PaddedStore
 from tests.fakes.stand_in_gpu import MIB, stand_in
 from tests.reference import Reference, greedy
 
@@ -58,7 +62,7 @@ def load(checkpoint: Callable[[str], Path], cuda: dict[str, Any]) -> Iterator[Ca
         engine.close()
 
 
-def test_weights_and_measured_activations_leave_the_pool(
+def test_pool_gets_what_weights_and_measured_activations_leave(
     load: Callable[..., ModelEngine], cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest: list[tuple[int, int]] = []
@@ -78,7 +82,26 @@ def test_weights_and_measured_activations_leave_the_pool(
     assert "weights 99.0 MiB" in notes and "activations of 64 tokens 300.0 MiB" in notes
 
 
-def test_it_computes_what_transformers_computes(
+@pytest.mark.parametrize("alone", [True, False])
+def test_memory_of_graphs_is_measured_or_on_a_shared_gpu_estimated(
+    load: Callable[..., ModelEngine], cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    calls, trial = LateCalls(), load(num_kv_blocks=16, max_model_len=256)
+    monkeypatch.setattr(trial, "close", lambda: None)  # the fixture closes it
+    trial._attention.store = PaddedStore(trial.store)  # type: ignore[assignment]
+    trial._attention.backend = LateAttention(trial.store, calls)
+    kinds, sizes = len(KINDS), len(sizes_of(4))
+
+    def mem_get_info(device: object) -> tuple[int, int]:
+        return (1600 - 40 * (calls.captured > kinds)) * MIB, 2048 * MIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    use = measure_use(lambda: trial, torch.device("cpu"), 64, 4, lambda: calls, alone)
+    assert (use.graphs, use.graph_rows) == (40 * MIB if alone else DRIVER_BYTES * kinds * sizes, 4)
+    assert (use.weights, use.activations, use.total) == (99 * MIB, 300 * MIB, 2048 * MIB)
+
+
+def test_tokens_equal_those_of_transformers(
     load: Callable[..., ModelEngine], checkpoint: Callable[[str], Path]
 ) -> None:
     engine = load(num_kv_blocks=16, max_model_len=256)
@@ -91,13 +114,17 @@ def test_it_computes_what_transformers_computes(
     Reference(checkpoint("llama"), 256).check(sequence.tokens[:30], sequence.output, sequence.request.sampling)
 
 
-def test_a_pool_of_a_given_size_is_not_measured(load: Callable[..., ModelEngine], cuda: dict[str, Any]) -> None:
+def test_memory_is_not_measured_for_a_pool_of_given_size(
+    load: Callable[..., ModelEngine], cuda: dict[str, Any]
+) -> None:
     assert load(num_kv_blocks=16).store.blocks == 16
     assert load(kv_bytes=8 * MIB).store.blocks == 8 * MIB // load(num_kv_blocks=1).layout.block_bytes
     assert cuda["reset"] == 0
 
 
-def test_too_little_memory_says_what_would_fit(load: Callable[..., ModelEngine], cuda: dict[str, Any]) -> None:
+def test_error_for_too_little_memory_names_a_context_that_fits(
+    load: Callable[..., ModelEngine], cuda: dict[str, Any]
+) -> None:
     cuda["peak"] = 1190 * MIB
     cuda["free"] = 1091 * MIB
     with pytest.raises(StartError) as caught:
@@ -105,25 +132,51 @@ def test_too_little_memory_says_what_would_fit(load: Callable[..., ModelEngine],
     assert "4,096 tokens" in caught.value.what and "--max-model-len" in caught.value.todo
 
 
-def test_a_step_that_does_not_fit_is_refused_in_words(
-    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def short(*_: Any) -> None:
+    """Fail as torch does where a GPU's memory is too small."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
 
-    monkeypatch.setattr("common.engine.gpu_memory.run_largest", short)
-    with pytest.raises(StartError, match="step of 64 tokens and 4 sequences"):
+
+@pytest.mark.parametrize(
+    ("fails", "what", "flag"),
+    [
+        ("torch.nn.Module.to", "for the weights", "a smaller model"),
+        ("common.model.probe.forward", "for the weights", "a smaller model"),
+        ("common.engine.gpu_memory.run_largest", "step of 64 tokens and 4 sequences", "--max-num-batched-tokens"),
+        ("common.engine.loading.select_backend", "trial of attention kernels", "--gpu-memory-utilization"),
+        ("common.engine.runner.ModelEngine.verify", "to check the model", "--gpu-memory-utilization"),
+    ],
+)
+def test_lack_of_memory_at_the_start_ends_in_words(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch, fails: str, what: str, flag: str
+) -> None:
+    monkeypatch.setattr(fails, short)
+    with pytest.raises(StartError) as caught:
         load()
+    error = caught.value
+    assert "too little GPU memory" in error.what and what in error.what and flag in error.todo
+    assert error.why == "2.00 GiB more did not fit; 1.6 GiB of 2.0 GiB are free, 100.0 MiB are this worker's"
 
 
-def test_weights_for_which_memory_is_gone_meanwhile_are_refused_in_words(
+def test_warm_up_steps_that_do_not_fit_end_in_words(
     load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def short(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    engine = load(num_kv_blocks=16)
+    monkeypatch.setattr(ModelEngine, "run_once", short)
+    with pytest.raises(StartError, match="too little GPU memory for the warm-up steps") as caught:
+        engine.warm_up()
+    for flag in ("--gpu-memory-utilization", "--max-num-batched-tokens", "--max-num-seqs"):
+        assert flag in caught.value.todo
 
-    monkeypatch.setattr(torch.nn.Module, "to", short)
-    with pytest.raises(StartError, match=r"weights on cpu: CUDA out of memory"):
+
+def test_another_error_at_the_start_is_not_taken_for_lack_of_memory(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: Any) -> None:
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr("common.engine.gpu_memory.run_largest", wrong)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
         load()
 
 
@@ -137,7 +190,7 @@ def test_weights_that_do_not_fit_are_not_read(
         load(gpu_share=Share(0.9, 40))
 
 
-def test_what_runs_on_cpus_only_is_refused(load: Callable[..., ModelEngine]) -> None:
+def test_int8_is_refused_on_a_gpu(load: Callable[..., ModelEngine]) -> None:
     with pytest.raises(StartError, match="int8"):
         load(quantization="int8")
 

@@ -15,11 +15,31 @@ USE = GpuUse(total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=GIB, r
 TOKEN = 128 << 10  # bytes
 
 
-def test_the_pool_is_what_weights_and_activations_leave_of_the_share() -> None:
+def test_pool_gets_what_weights_and_activations_leave_of_the_share() -> None:
     pool, note = plan_pool(USE, Share(0.9), TOKEN, 8192)
     assert pool == 72 * GIB - 17 * GIB - CONTEXT_BYTES
     for part in ("72.0 GiB of 80.0 GiB", "utilization 0.9", "weights 16.0 GiB", "2,048 tokens 1.0 GiB"):
         assert part in note
+
+
+def test_cuda_graphs_get_their_memory_before_the_pool() -> None:
+    use = replace(USE, graphs=3 * GIB, graph_rows=256)
+    pool, note = plan_pool(use, Share(0.9), TOKEN, 8192)
+    assert pool == plan_pool(USE, Share(0.9), TOKEN, 8192)[0] - 3 * GIB
+    assert "CUDA graphs of up to 256 rows 3.0 GiB" in note
+    assert plan_pool(replace(use, free=20 * GIB), Share(0.9), TOKEN, 8192)[0] == 16 * GIB
+    assert "CUDA graphs" not in plan_pool(USE, Share(0.9), TOKEN, 8192)[1]
+
+
+def test_running_without_cuda_graphs_is_advised_where_that_is_enough() -> None:
+    use, tokens = replace(USE, graphs=3 * GIB, graph_rows=256), 53 * GIB // TOKEN
+    with pytest.raises(StartError) as caught:
+        plan_pool(use, Share(0.9), TOKEN, tokens)
+    assert "--enforce-eager" in caught.value.todo and "CUDA graphs" in caught.value.why
+    plan_pool(replace(use, graphs=0), Share(0.9), TOKEN, tokens)
+    with pytest.raises(StartError) as caught:
+        plan_pool(use, Share(0.9), TOKEN, tokens + 3 * GIB // TOKEN)
+    assert "--enforce-eager" not in caught.value.todo
 
 
 def test_workers_on_one_gpu_divide_its_memory() -> None:
@@ -27,7 +47,7 @@ def test_workers_on_one_gpu_divide_its_memory() -> None:
     assert pool == 36 * GIB - 17 * GIB - CONTEXT_BYTES and "shared by 2 workers" in note
 
 
-def test_what_other_processes_hold_is_left_to_them() -> None:
+def test_memory_of_other_processes_is_not_planned() -> None:
     assert plan_pool(replace(USE, free=20 * GIB), Share(0.9), TOKEN, 8192)[0] == 19 * GIB
     with pytest.raises(StartError, match=r"other processes leave 1\.5 GiB"):
         plan_pool(replace(USE, free=3 * GIB // 2), Share(0.9), TOKEN, 8192)
@@ -36,7 +56,7 @@ def test_what_other_processes_hold_is_left_to_them() -> None:
 @pytest.mark.parametrize("share", [Share(0.9), Share(0.9, 3), Share(0.5)])
 @pytest.mark.parametrize("activations", [GIB // 2, 8 * GIB, 60 * GIB])
 @pytest.mark.parametrize("tokens", [16, 8192, 300_000, 1_000_000])
-def test_what_the_error_advises_would_fit(share: Share, activations: int, tokens: int) -> None:
+def test_context_and_batch_that_the_error_advises_fit(share: Share, activations: int, tokens: int) -> None:
     use = replace(USE, activations=activations)
     try:
         pool, _ = plan_pool(use, share, TOKEN, tokens)
@@ -55,7 +75,7 @@ def test_what_the_error_advises_would_fit(share: Share, activations: int, tokens
     assert context or batch or "smaller model" in advice
 
 
-def test_both_remedies_are_named() -> None:
+def test_error_names_a_shorter_context_and_a_smaller_batch() -> None:
     with pytest.raises(StartError) as caught:
         plan_pool(replace(USE, activations=30 * GIB), Share(0.9), TOKEN, 262_144)
     assert "--max-model-len" in caught.value.todo and "--max-num-batched-tokens" in caught.value.todo
