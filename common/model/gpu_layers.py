@@ -2,10 +2,10 @@
 for what is between them.
 
 In transformers' code a layer is some forty small kernels around seven matrix products. Here q, k and v are one product,
-gate and up another; the residual sum is part of the norm behind it, also across layers; the norms of heads and the
-rotary embedding are one kernel, and so is the gated activation. What each saves has not been measured on a GPU: each
-part can be left out. A layer is replaced only if its parts are exactly the expected ones and a trial gives the same
-numbers.
+gate and up another; the residual sum is part of the norm behind it, also across layers; the norms of heads, the rotary
+embedding and the write into the KV pool are one kernel, and so is the gated activation. What each saves has not been
+measured on a GPU: each part can be left out. A layer is replaced only if its parts are exactly the expected ones and a
+trial gives the same numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.attention.interface import LayerAttention, Params, bind
+from common.attention.interface import Params, RotatingAttention, Rotation, bind
 from common.model.layers import DenseAttention, has_usual_parts, is_rms_norm
 
 PARTS = ("linears", "norms", "rotary", "activation")
@@ -65,9 +65,7 @@ class GpuLayer(nn.Module):
         x, delta = hidden_states[0], self._residual.take()
         normed = self._norm(0, x, None if self._first else delta)  # a step that failed may have left something
         query, key, value = (part.unflatten(1, (-1, self.dim)) for part in self._qkv(normed))
-        query, key = self._rotate(query, key, (position_embeddings[0][0], position_embeddings[1][0]))
-        attention: LayerAttention = self.__dict__["tandem_attention"]
-        attended = attention(self.layer_idx, query, key, value, self.params)
+        attended = self._attend(query, key, value, (position_embeddings[0][0], position_embeddings[1][0]))
         normed = self._norm(1, x, self._out(attended.flatten(1)))
         gate, up = self._gate_up(normed)
         self._residual.delta = self._down(self._gate(gate, up))
@@ -77,20 +75,19 @@ class GpuLayer(nn.Module):
         norm = self._norms[which]
         return _add_norm(norm, x, delta, "norms" in self._fused)
 
-    def _rotate(
-        self, query: torch.Tensor, key: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norms = self._head_norms
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        attention: RotatingAttention = self.__dict__["tandem_attention"]
+        norms: Any = self._head_norms
         if "rotary" in self._fused:
-            from common.kernels.triton.layers import rotate
-
             weights = (norms[0].weight, norms[1].weight, norms[0].variance_epsilon) if norms else None
-            rotate(query, key, angles, weights)  # type: ignore[arg-type]
-            return query, key
+            return attention.rotated(self.layer_idx, query, key, value, Rotation(angles, weights), self.params)
         if norms:
             query, key = norms[0](query), norms[1](key)
         cos, sin = (angle[:, None] for angle in angles)
-        return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin
+        query, key = (each * cos + _turned(each) * sin for each in (query, key))
+        return attention(self.layer_idx, query, key, value, self.params)
 
     def _gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if "activation" in self._fused:
@@ -214,6 +211,8 @@ class _Trial:
                 self._hidden.clone(), attention_mask=None, position_ids=positions, position_embeddings=self._angles
             )
             (self.params,) = dense.params
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # a model's own code may raise anything when called in this way: keep its layers
             return
         self.expected = out if isinstance(out, torch.Tensor) else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.attention.interface import LayerAttention, Params, bind
+from common.attention.interface import LayerAttention, Params, Rotation, bind
 from common.attention.torch_reference import attend_one
 from common.kernels import cpu
 from common.model.linears import ACTIVATIONS, NativeLinear, gather, native_pays
@@ -188,6 +188,20 @@ class DenseAttention:
     ) -> torch.Tensor:
         self.params.append(params)
         return attend_one(query, key, value, 0, params).to(query.dtype)
+
+    def rotated(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        params: Params,
+    ) -> torch.Tensor:
+        """See :class:`common.attention.interface.RotatingAttention`. Needs Triton."""
+        from common.kernels.triton.rotary import rotate
+
+        return self(layer, query, rotate(query, key, *rotation), value, params)
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from common.kernels.triton import INTERPRETED, canonical, decode, layers, prefill, store
+from common.kernels.triton import INTERPRETED, decode, layers, pieces, prefill, rotary, store
 from common.kernels.triton.spans import DecodeRows, PrefillSpans
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -148,21 +148,20 @@ def launches_of(model: Model, capability: int) -> list[Launch]:
         key = empty(rows, model.kv_heads, model.k_dim, dtype=model.dtype)
         value = empty(rows, model.kv_heads, model.v_dim, dtype=model.dtype)
         store.write(key, value, keys, values, slots)
-        angles = (empty(rows, model.k_dim // 2 * 2, dtype=model.dtype),) * 2
-        store.rotate_write(query, key, value, angles, keys, values, slots)
     with recorded(layers, made):
         hidden, wide = empty(rows, 4096, dtype=model.dtype), empty(rows, 28672, dtype=model.dtype)
-        weight, head = empty(4096, dtype=model.dtype), empty(model.k_dim, dtype=model.dtype)
+        weight = empty(4096, dtype=model.dtype)
         for delta in (None, hidden):
             layers.add_norm(hidden, delta, weight, 1e-6)
-        for norms in (None, (head, head, 1e-6)):
-            layers.rotate(query, key, angles, norms)
         for activation in layers.ACTIVATIONS:
             layers.gate(*wide.chunk(2, dim=1), activation)
-    with recorded(canonical, made):
-        units = (empty(1 << 12, 1 << 20, dtype=torch.int64), empty(1 << 24, dtype=torch.int64))
-        for gather in (True, False):
-            canonical.copy(*units, ints, empty(64, 5, dtype=torch.int64), range(5, 500), model.size, gather)
+    with recorded(rotary, made):
+        angles = (empty(rows, model.k_dim, dtype=model.dtype),) * 2
+        head = empty(model.k_dim, dtype=model.dtype)
+        for norms in (None, (head, head, 1e-6)):
+            rotary.rotate_write(query, key, value, angles, norms, keys, values, slots)
+    with recorded(pieces, made):
+        pieces.copy(empty(3, 37, dtype=torch.int64), 1 << 20)
     return made
 
 

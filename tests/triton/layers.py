@@ -10,6 +10,13 @@ import torch
 import transformers
 
 from common.attention.interface import ATTENTION, bind, from_transformers
+from common.attention.torch_reference import TorchReference
+from common.core.ids import BlockId
+from common.core.sequence import Batch, Segment
+from common.engine.batch import flatten
+from common.engine.runner import PagedAttention, sequence_of
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.slab import SlabStore
 from common.model import gpu_layers
 from common.model.gpu_layers import PARTS, GpuLayer, fuse_gpu_layers
 from common.model.layers import DenseAttention
@@ -62,6 +69,28 @@ def difference(kind: str, fields: dict[str, Any], dtype: torch.dtype, parts: tup
     return float((logits(model) - expected).abs().max() / expected.abs().max())
 
 
+@torch.inference_mode()
+def paged(kind: str, fields: dict[str, Any], parts: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the logits of a prompt that is computed through a pool, and all keys and values in that pool."""
+    model = model_of(kind, fields, torch.float32)
+    assert fuse_gpu_layers(model, parts) == 2
+    dim = model.config.head_dim
+    store = SlabStore(KvLayout((LayerLayout(2, dim, dim),) * 2, "float32", 16), 4, torch.device("cpu"))
+    attention = PagedAttention(store, TorchReference(store))
+    bind(model, attention)
+    prompt = sequence_of([5 * token % 64 for token in range(20)])
+    step = flatten(Batch((Segment(prompt, 0, 20),), ([BlockId(3), BlockId(1)],)), 16)
+    attention.begin(step)
+    found = forward(model, step.tensor("ids")[None], step.tensor("positions")[None], None)
+    return found, *(part(layer).clone() for layer in range(2) for part in (store.k, store.v))
+
+
+def off_through_pool(kind: str, fields: dict[str, Any]) -> float:
+    """Return the largest difference, relative to the largest number, that the kernel makes which rotates and stores."""
+    apart, together = paged(kind, fields, tuple(part for part in PARTS if part != "rotary")), paged(kind, fields, PARTS)
+    return max(float((one - other).abs().max() / one.abs().max()) for one, other in zip(apart, together, strict=True))
+
+
 def main() -> int:
     transformers.AttentionInterface.register(ATTENTION, from_transformers)
     torch.set_num_threads(1)
@@ -76,7 +105,13 @@ def main() -> int:
         if not off <= CLOSE[dtype]:
             wrong += 1
             print(f"wrong by {off:.2g}: {name}, {dtype}, {'+'.join(parts)}")
-    print(f"{len(cases)} cases, {wrong} wrong")
+    pools = ("llama", "qwen3")
+    for name in pools:
+        off = off_through_pool(*SHAPES[name])
+        if not off <= CLOSE[torch.float32]:
+            wrong += 1
+            print(f"wrong by {off:.2g} through a pool: {name}")
+    print(f"{len(cases) + len(pools)} cases, {wrong} wrong")
     return 1 if wrong else 0
 
 

@@ -1,30 +1,31 @@
-"""Compare what surrounds attention with plain torch: writes, rotary embedding, canonical copies, padding, splits.
+"""Compare what surrounds attention with plain torch: writes, rotary embedding, copies of pieces, padding, splits.
 
 ``TRITON_INTERPRET=1 python -m tests.triton.parts``
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable
 
 import torch
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
 
 from common.attention.interface import Params, Span
 from common.attention.triton import TritonAttention
-from common.kernels.triton import decode, store
+from common.kernels.triton import decode, pieces
+from common.kernels.triton.rotary import rotate
 from common.kernels.triton.spans import DecodeRows
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.storage.canonical import CanonicalCopies
-from common.kv.storage.host import KvMemory
+from common.kv.storage.cuda_driver import _tried_kernel
 from common.kv.storage.slab import SlabStore
 from tests.triton.cases import filled
 from tests.triton.grid import LEAST_SPLIT
 
 CPU = torch.device("cpu")
+EPSILON = 1e-6
 
 
 def slots_of(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,55 +56,55 @@ def writes() -> None:
         assert written(pool, key, value, slots), layer
 
 
+def turned(x: torch.Tensor, weight: torch.Tensor | None, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return heads ``x`` [T, heads, dim] normed with ``weight`` and rotated as transformers does it."""
+    if weight is not None:
+        scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPSILON)
+        x = weight * scaled.to(x.dtype)
+    return rotate_halves(x.float(), x.float(), *(angle.float() for angle in angles), unsqueeze_dim=1)[0].to(x.dtype)
+
+
 def rotations() -> None:
-    """Queries and keys are rotated as transformers rotates them, in halves and interleaved, whole and in part."""
-    for interleaved, rotate, rotated in (
-        (False, rotate_halves, 24),
-        (True, rotate_interleaved, 24),
-        (False, rotate_halves, 10),
-    ):
-        layer, heads, rows = LayerLayout(2, 24, 12), 6, 21
-        pool = SlabStore(KvLayout((layer, layer), "float32", 16), 8, CPU)
-        query, key = torch.randn(rows, heads, 24), torch.randn(rows, 2, 24)
-        value, slots = torch.randn(rows, 2, 12), slots_of(rows, 16)
-        half = torch.randn(rows, rotated // 2)
-        angles = half.repeat_interleave(2, -1) if interleaved else torch.cat([half, half], -1)
-        cos, sin = angles.cos(), angles.sin()
-        turned = rotate(query[..., :rotated], key[..., :rotated], cos, sin, unsqueeze_dim=1)
-        want_query = torch.cat([turned[0], query[..., rotated:]], -1)
-        want_key = torch.cat([turned[1], key[..., rotated:]], -1)
-        store.rotate_write(query, key, value, (cos, sin), pool.k(1), pool.v(1), slots, interleaved)
-        torch.testing.assert_close(query, want_query, atol=1e-6, rtol=1e-6)
-        real = slots[0] >= 0
-        got = pool.k(1)[slots[0][real], slots[1][real]]
-        torch.testing.assert_close(got, want_key[real], atol=1e-6, rtol=1e-6)
-        pool.k(1)[slots[0][real], slots[1][real]] = want_key[real]
-        assert written(pool, want_key, value, slots), "a value is wrong, or something else was written"
+    """Queries and keys are normed and rotated as transformers does it, and stored as by a write of their own."""
+    rows, heads, dim = 21, 6, 24
+    for dtype, normed in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        layer = LayerLayout(2, dim, 12)
+        pool = SlabStore(KvLayout((layer, layer), "float32" if dtype == torch.float32 else "bfloat16", 16), 8, CPU)
+        merged = torch.randn(rows, (heads + 2) * dim).to(dtype)
+        query, key = merged[:, : heads * dim].unflatten(1, (-1, dim)), merged[:, heads * dim :].unflatten(1, (-1, dim))
+        value, slots = torch.randn(rows, 2, 12).to(dtype), slots_of(rows, 16)
+        angles = torch.randn(rows, dim // 2).repeat(1, 2)
+        turns = angles.cos().to(dtype), angles.sin().to(dtype)
+        weights = (1 + torch.randn(2, dim) / 4).to(dtype).unbind() if normed else (None, None)
+        expected = [turned(each, weight, turns) for each, weight in zip((query, key), weights, strict=True)]
+        norms = (*weights, EPSILON) if normed else None
+        again, apart = query.clone(), rotate(query.clone(), key.clone(), turns, norms)
+        pool.write_rotated(1, query, key, value, turns, norms, slots)
+        off = 1e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(query, expected[0], atol=off, rtol=off)
+        torch.testing.assert_close(apart, expected[1], atol=off, rtol=off)
+        assert written(pool, apart, value, slots), "it is not stored as by a write of its own"
+        rotate(again, key, turns, norms)
+        assert torch.equal(again, query), "a row depends on whether it is stored"
 
 
 def copies() -> None:
-    """Canonical bytes are those of the pool in host memory, and go back to where they came from."""
-    chooser = random.Random(5)
-    for layers, dtype, size, shards in (
-        ((LayerLayout(2, 16, 8), LayerLayout(4, 6, 10)), "float32", 16, 2),
-        ((LayerLayout(1, 5, 7), LayerLayout(3, 5, 7), LayerLayout(1, 130, 2)), "bfloat16", 48, 1),
-    ):
-        layout = KvLayout(layers, dtype, size, head_shards=shards)
-        memory = KvMemory(layout, 7)
-        memory.raw[:] = torch.randint(0, 256, memory.raw.shape, dtype=torch.uint8).numpy()
-        raw = torch.from_numpy(memory.raw.copy())
-        table = chooser.sample(range(7), 5)
-        for tokens in (range(1), range(3, 4 * size + 5), range(size, 2 * size), range(size + 1, size + 9)):
-            for some in (range(len(layers)), range(1, 2)):
-                expected = torch.from_numpy(memory.read(table, tokens, some))
-                assert torch.equal(CanonicalCopies(layout, raw).read(table, tokens, some), expected)
-                empty = torch.zeros_like(raw)
-                CanonicalCopies(layout, empty).write(table, tokens, some, expected)
-                target = KvMemory(layout, 7)
-                target.write(table, tokens, some, expected.numpy())
-                assert torch.equal(empty, torch.from_numpy(target.raw))
-                target.close()
-        memory.close()
+    """Pieces of all lengths go where they belong, and nothing else is written."""
+    assert _tried_kernel(CPU) is pieces.copy
+    chooser, least = random.Random(5), 16
+    for count in (1, 16, 37):
+        sizes = [least * chooser.choice([1, 3, 64, 600]) for _ in range(count)]
+        source = torch.randint(1, 256, (sum(sizes) + least,), dtype=torch.uint8)
+        target = torch.zeros(2 * sum(sizes) + least, dtype=torch.uint8)
+        expected, bases = target.clone(), [-each.data_ptr() % least for each in (source, target)]
+        rows, at = [], 0
+        for index in chooser.sample(range(count), count):
+            size, begin, end = sizes[index], bases[0] + sum(sizes[:index]), bases[1] + 2 * at
+            rows.append((source.data_ptr() + begin, target.data_ptr() + end, size))
+            expected[end : end + size] = source[begin : begin + size]
+            at += size
+        pieces.copy(torch.tensor(rows).T.contiguous(), max(sizes))
+        assert torch.equal(target, expected)
 
 
 def padding() -> None:

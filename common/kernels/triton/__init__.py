@@ -1,4 +1,4 @@
-"""GPU kernels in Triton: paged attention, rotary embeddings, writes into the KV pool, canonical copies of its blocks.
+"""GPU kernels in Triton: paged attention, rotary embeddings, writes into the KV pool, copies of pieces of its blocks.
 
 Only the modules of this package import triton, and only code that runs on a GPU imports them: a CPU worker and the
 coordinator never do. Must not know: model code, requests, schedulers, pools; only tensors.

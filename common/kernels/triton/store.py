@@ -1,4 +1,4 @@
-"""Writes of new keys and values into the pool, alone or together with the rotary embedding of queries and keys."""
+"""Writes of new keys and values into the pool."""
 
 from __future__ import annotations
 
@@ -30,21 +30,6 @@ def copy_rows(From, source, To, target, real, D: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def rotate_half(From, source, To, target, Cos, Sin, angle, real, step, gap, HALF: tl.constexpr, HP: tl.constexpr):
-    """Rotate ``HALF`` pairs of elements of each real row: pair i is elements i * step and i * step + gap. ``Cos`` and
-    ``Sin`` have the angle of pair i in column i * step."""
-    pair = tl.arange(0, HP)
-    mask = real[:, None] & (pair < HALF)[None, :]
-    at = (pair * step)[None, :]
-    cos = tl.load(Cos + angle[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(Sin + angle[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-    one = tl.load(From + source[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-    two = tl.load(From + source[:, None] + at + gap, mask=mask, other=0.0).to(tl.float32)
-    tl.store(To + target[:, None] + at, (one * cos - two * sin).to(To.dtype.element_ty), mask=mask)
-    tl.store(To + target[:, None] + at + gap, (two * cos + one * sin).to(To.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def write_kv(
     Key, Value, K, V, Blocks, Offsets, rows,
     key_row, key_head, value_row, value_head, k_block, k_token, k_head, v_block, v_token, v_head,
@@ -57,33 +42,6 @@ def write_kv(
     at = row.to(tl.int64)
     copy_rows(Key, at * key_row + head * key_head, K, keys + head * k_head, real, KD, KP)
     copy_rows(Value, at * value_row + head * value_head, V, values + head * v_head, real, VD, VP)
-
-
-@triton.jit
-def rotate_and_write(
-    Query, Key, Value, Cos, Sin, K, V, Blocks, Offsets, rows,
-    query_row, query_head, key_row, key_head, value_row, value_head, angle_row,
-    k_block, k_token, k_head, v_block, v_token, v_head, query_heads, step, gap,
-    HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, RP: tl.constexpr,
-    VD: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """One program: R rows of one query head, which is rotated in place, or of one KV head, whose rotated keys and whose
-    values go into the pool."""
-    row, head = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
-    at = row.to(tl.int64)
-    angle = at * angle_row
-    if head < query_heads:
-        here = at * query_row + head * query_head
-        rotate_half(Query, here, Query, here, Cos, Sin, angle, row < rows, step, gap, HALF, HP)
-    else:
-        head = head - query_heads
-        keys, real = slots_of(Blocks, Offsets, row, rows, k_block, k_token)
-        values, real = slots_of(Blocks, Offsets, row, rows, v_block, v_token)
-        source, target = at * key_row + head * key_head, keys + head * k_head
-        rotate_half(Key, source, K, target, Cos, Sin, angle, real, step, gap, HALF, HP)
-        if REST > 0:
-            copy_rows(Key, source + 2 * HALF, K, target + 2 * HALF, real, REST, RP)
-        copy_rows(Value, at * value_row + head * value_head, V, values + head * v_head, real, VD, VP)
 
 
 Slots = tuple[torch.Tensor, torch.Tensor]
@@ -101,33 +59,4 @@ def write(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: to
         key, value, keys, values, *slots, rows,
         *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         KD=k_dim, KP=power_of_two(k_dim), VD=v_dim, VP=power_of_two(v_dim), R=ROWS, **FUSED,
-    )  # fmt: skip
-
-
-def rotate_write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: Slots,
-    interleaved: bool = False,
-) -> None:
-    """Rotate ``query`` [T, heads, k_dim] in place, and store the rotated ``key`` and the ``value`` as :func:`write`
-    does, rounded once.
-
-    ``angles`` are cosines and sines [T, rotated], as transformers' rotary modules return them: each angle twice, in
-    both halves, or side by side if ``interleaved``. Elements of a head from ``rotated`` on are not rotated.
-    """
-    cos, sin = angles
-    rows, query_heads, k_dim = query.shape
-    kv_heads, v_dim, half = key.shape[1], value.shape[2], cos.shape[-1] // 2
-    rest = k_dim - 2 * half
-    rotate_and_write[(triton.cdiv(rows, ROWS), query_heads + kv_heads)](
-        query, key, value, cos, sin, keys, values, *slots, rows,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], cos.stride(0),
-        *keys.stride()[:3], *values.stride()[:3], query_heads, 2 if interleaved else 1, 1 if interleaved else half,
-        HALF=half, HP=power_of_two(half), REST=rest, RP=power_of_two(max(rest, 1)),
-        VD=v_dim, VP=power_of_two(v_dim), R=ROWS, **FUSED,
     )  # fmt: skip

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from common.kernels import triton as triton_kernels
 from common.kv.device_hash import FIRST, PLACE, SECOND, SHIFTS, WORD_BYTES
 from common.kv.pieces import Numbers
 from common.kv.storage.device_calls import WAIT_S, DeviceBuffer, DeviceFailed, Event
+
+log = logging.getLogger("tandem.kv")
 
 # from cuda.h
 _NOT_READY = 600
@@ -30,6 +34,10 @@ _HAS_VMM, _HAS_POSIX_FD = 102, 103
 _COPY_PRIORITY = -1
 """Above torch's streams: a copy is short, and a hand-off waits for it."""
 _POLL_S = 0.0001
+_FEW_PIECES = 8
+"""Copies of fewer pieces are left to the copy engines, which take microseconds for each."""
+_ALIGNED = 16
+"""Addresses and sizes of pieces that a kernel copies are multiples of this."""
 
 
 class _Location(ctypes.Structure):
@@ -86,13 +94,23 @@ def _libcuda() -> Any:
 
 class CudaDriver:
     """The :class:`DeviceCalls` of GPU ``index`` (as torch counts them, after CUDA_VISIBLE_DEVICES). ``library`` is
-    libcuda. ``engine_stream`` returns the handle of the stream on which the engine computes. Raises DeviceFailed
-    without a usable GPU."""
+    libcuda. ``engine_stream`` returns the handle of the stream on which the engine computes. ``copy_kernel`` is
+    :func:`common.kernels.triton.pieces.copy`; None if Triton is not installed. Raises DeviceFailed without a usable
+    GPU."""
 
     group_backend = "nccl"
 
-    def __init__(self, index: int, engine_stream: Callable[[], int], library: Any = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        engine_stream: Callable[[], int],
+        library: Any = None,
+        copy_kernel: Callable[[Any, int], None] | None = None,
+    ) -> None:
         self.name = f"cuda:{index}"
+        self._copy_kernel = copy_kernel
+        self._pinned: set[tuple[int, int]] = set()
+        """First and last address of each piece of pinned memory."""
         self._cuda = library or _libcuda()
         self._engine_stream = engine_stream
         self._call("cuInit", 0)
@@ -140,10 +158,12 @@ class CudaDriver:
         self._call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), 0)
         assert address.value is not None
         array = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address.value))
+        self._pinned.add((address.value, address.value + size))
         return DeviceBuffer(address.value, size, array)
 
     def free(self, memory: DeviceBuffer) -> None:
         if memory.array is not None:
+            self._pinned.discard((memory.address, memory.address + memory.size))
             self._call("cuMemFreeHost", ctypes.c_void_p(memory.address))
         else:
             self._call("cuMemUnmap", ctypes.c_ulonglong(memory.address), ctypes.c_size_t(memory.size))
@@ -178,6 +198,9 @@ class CudaDriver:
     def copy_async(self, sources: Numbers, targets: Numbers, sizes: Numbers, after: Event | None = None) -> None:
         if after is not None:
             self._call("cuStreamWaitEvent", self._stream, after.handle, 0)
+        if self._suits_kernel(sources, targets, sizes):
+            self._copy_by_kernel(sources, targets, sizes)
+            return
         if self._batch is not None and len(sizes) > 1:
             attributes = _CopyAttributes(_IN_STREAM_ORDER, _Location(), _Location(), 0)
             first = ctypes.c_size_t(0)  # from piece 0 on, these attributes hold
@@ -192,6 +215,27 @@ class CudaDriver:
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             if status := copy(ctypes.c_ulonglong(target), ctypes.c_ulonglong(source), ctypes.c_size_t(size), stream):
                 raise self._failed("cuMemcpyAsync", status)
+
+    def _suits_kernel(self, sources: Numbers, targets: Numbers, sizes: Numbers) -> bool:
+        """Return whether these pieces are copied by a kernel: many aligned ones within device memory. For host memory
+        the copy engines are better, since a kernel would wait for the bus."""
+        if len(sizes) < _FEW_PIECES or self._copy_kernel is None:
+            return False
+        if int(np.bitwise_or.reduce([sources, targets, sizes], axis=None)) % _ALIGNED:
+            return False
+        return not any(low <= int(side[0]) < high for low, high in self._pinned for side in (sources, targets))
+
+    def _copy_by_kernel(self, sources: Numbers, targets: Numbers, sizes: Numbers) -> None:
+        import torch
+
+        assert self._copy_kernel is not None
+        try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(self._stream.value or 0, device=self.name)):
+                columns = torch.from_numpy(np.stack([sources, targets, sizes]))
+                pieces = columns.pin_memory().to(self.name, non_blocking=True)
+                self._copy_kernel(pieces, int(sizes.max()))
+        except RuntimeError as error:
+            raise DeviceFailed(f"copy of {len(sizes)} pieces: {error}") from error
 
     def hash_async(self, memory: DeviceBuffer, size: int, word: DeviceBuffer) -> None:
         import torch
@@ -287,4 +331,27 @@ def torch_driver(index: int) -> CudaDriver:
     """Open GPU ``index`` with torch's current stream as the engine's. Raises DeviceFailed."""
     import torch
 
-    return CudaDriver(index, lambda: int(torch.cuda.current_stream(index).cuda_stream))
+    def engine_stream() -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    return CudaDriver(index, engine_stream, copy_kernel=_tried_kernel(torch.device("cuda", index)))
+
+
+def _tried_kernel(device: Any) -> Callable[[Any, int], None] | None:
+    """Return the kernel that copies pieces, compiled here rather than in the first hand-off; None if it does not
+    work."""
+    import torch
+
+    if triton_kernels.unusable(device.type) is not None:
+        return None
+    try:
+        from common.kernels.triton import pieces
+
+        ends = torch.arange(2 * _ALIGNED, dtype=torch.uint8, device=device)
+        columns = [[ends.data_ptr()], [ends.data_ptr() + _ALIGNED], [_ALIGNED]]
+        pieces.copy(torch.tensor(columns, device=device), _ALIGNED)
+        works = torch.equal(ends[:_ALIGNED], ends[_ALIGNED:])
+    except Exception as error:  # the compiler may raise anything
+        log.warning("KV is copied without a kernel: %s", error)
+        return None
+    return pieces.copy if works else None

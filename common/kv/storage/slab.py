@@ -66,6 +66,25 @@ class SlabStore:
         self._k[layer].index_put_(slots, key)
         self._v[layer].index_put_(slots, value)
 
+    def write_rotated(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        slots: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Norm and rotate ``query`` in place, and store ``value`` and the rotated ``key``, as
+        :func:`common.kernels.triton.rotary.rotate_write`. Needs Triton."""
+        from common.kernels.triton import rotary
+
+        if self.codec is not None:
+            self.write(layer, rotary.rotate(query, key, angles, norms), value, slots)
+        else:
+            rotary.rotate_write(query, key, value, angles, norms, self._k[layer], self._v[layer], slots)
+
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key = self._k[layer].index_select(0, blocks).flatten(0, 1)
         value = self._v[layer].index_select(0, blocks).flatten(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,52 @@ def test_copies_wait_for_the_engine_and_events_are_polled() -> None:
         driver.query(event)
     library.fails.clear()
     assert driver.query(event)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose streams do nothing, and whose GPU is the CPU."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *_, **__: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self)
+
+
+def test_many_aligned_pieces_of_device_memory_are_copied_by_a_kernel(on_cpu: None) -> None:
+    library, copied = Libcuda(), list[tuple[torch.Tensor, int]]()
+    driver = CudaDriver(0, lambda: 5, library, lambda *given: copied.append(given))
+    at = 32 * np.arange(8, dtype=np.int64)
+    driver.copy_async(at, at + 4096, np.full(8, 16), driver.mark())
+    ((pieces, longest),) = copied
+    assert pieces.tolist() == [at.tolist(), (at + 4096).tolist(), [16] * 8] and longest == 16
+    assert len(library.named("cuStreamWaitEvent")) == 1 and not library.named("cuMemcpyAsync")
+
+
+@pytest.mark.parametrize("case", ["few", "an odd address", "an odd size", "into pinned memory", "without Triton"])
+def test_other_pieces_are_left_to_the_copy_engines(case: str, on_cpu: None) -> None:
+    library = Libcuda()
+    kernel = None if case == "without Triton" else lambda *_: pytest.fail("copied by the kernel")
+    driver = CudaDriver(0, lambda: 5, library, kernel)
+    count = 7 if case == "few" else 8
+    sources, sizes = 32 * np.arange(count, dtype=np.int64), np.full(count, 16)
+    targets = sources + 4096
+    if case == "an odd address":
+        sources[3] += 8
+    elif case == "an odd size":
+        sizes[7] = 12
+    elif case == "into pinned memory":
+        driver._pinned.add((4096, 8192))
+    driver.copy_async(sources, targets, sizes)
+    assert len(library.named("cuMemcpyAsync")) == count
+
+
+def test_a_kernel_that_cannot_be_launched_is_a_failure_of_the_device(on_cpu: None) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    driver, at = CudaDriver(0, lambda: 5, Libcuda(), refused), 16 * np.arange(8, dtype=np.int64)
+    with pytest.raises(DeviceFailed, match=r"copy of 8 pieces: .*illegal memory access"):
+        driver.copy_async(at, at + 4096, np.full(8, 16))
 
 
 def test_a_gpu_without_shared_memory_is_refused() -> None:
