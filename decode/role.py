@@ -30,6 +30,7 @@ from common.kv.layout import converts
 from common.net.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing, Welcome
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
+from common.worker.report import HandoffCounts
 from common.worker.token_spans import TokenSpanEncoder, from_wire
 from decode.chunk_budget import ChunkBudget
 from decode.reservations import Reservation, Reservations
@@ -93,19 +94,13 @@ class DecodeWorker(Worker):
         self.receiver.limit(TransferLimits.of_welcome(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
-        return dict.fromkeys((*self._records, *self._trials)).keys()
+        return dict.fromkeys((*self._records, *self.requests.trials)).keys()
 
-    def bad_transfer_messages(self) -> int:
-        return self.receiver.bad_messages
-
-    def stale_frames(self) -> int:
-        return self.receiver.stale_frames
-
-    def cut_off_peers(self) -> int:
-        return self.receiver.ban_list.cut_off
-
-    def waiting(self) -> int:
-        return self.planner.waiting + len(self.reservations)
+    def handoff_counts(self) -> HandoffCounts:
+        receiver = self.receiver
+        return HandoffCounts(
+            len(self.reservations), receiver.bad_messages, receiver.stale_frames, receiver.ban_list.cut_off
+        )
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -128,14 +123,14 @@ class DecodeWorker(Worker):
 
     def _reserve(self, message: Reserve, now: float) -> None:
         request = message.request
-        if self.accept(request, message.attempt, now, self._most_tokens(request)):
+        if self.requests.accept(request, message.attempt, now, self._most_tokens(request)):
             sequence = Sequence(request, message.attempt)
             self._begin(sequence.id.transfer, _AttemptRecord(now, local=False, running=set()))
             self.reservations.ask(Reservation(request, sequence, now, message.prefill))
 
     def _generate(self, message: Generate, now: float) -> None:
         request = message.request
-        if not self.accept(request, message.attempt, now, self._most_tokens(request)):
+        if not self.requests.accept(request, message.attempt, now, self._most_tokens(request)):
             return
         choices = [choice for choice in range(request.n) if choice not in request.ended] if request.emitted else [0]
         sequences = [Sequence(request, message.attempt, choice) for choice in choices]
@@ -160,23 +155,27 @@ class DecodeWorker(Worker):
     def _measure(self, message: Measure, now: float) -> None:
         """Expect a trial hand-off, whose blocks have no content and are dropped once they have landed."""
         transfer = TransferId(message.request, message.attempt)
-        if table := self.open_trial(transfer, message.tokens, now):
+        if table := self.requests.open_trial(transfer, message.tokens, now):
             self.receiver.expect(transfer, message.tokens, 0, table.blocks, message.peer, now)
 
     def abort(self, transfer: TransferId) -> None:
         self.receiver.cancel(transfer, "aborted")
-        self.close_trial(transfer)
+        self.requests.close_trial(transfer)
         if not self._end(transfer):
             return
         self.reservations.drop(transfer)
-        for sequence in self.sequences(transfer):
+        for sequence in self._sequences(transfer):
             self.planner.finish(sequence)
-        self.over(transfer)
+        self.requests.over(transfer)
+
+    def _sequences(self, transfer: TransferId) -> list[Sequence]:
+        """Return the sequences of (request, attempt) that are in the planner."""
+        return [sequence for sequence in self.planner.sequences() if sequence.id.transfer == transfer]
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
         writer = TokenSpanEncoder()
         if not self._output_history.replay(sequence_id, start, writer):
-            for sequence in self.sequences(sequence_id.transfer):
+            for sequence in self._sequences(sequence_id.transfer):
                 if sequence.id == sequence_id and sequence.output_length > start:
                     writer.add(sequence, start)
         self._send(writer)
@@ -191,7 +190,7 @@ class DecodeWorker(Worker):
         self.receiver.step_s = self.step_times.longest
         self._grant(now)
         for end in self.receiver.pump(self.clock, self._budget_s()):
-            if self.close_trial(end.transfer):
+            if self.requests.close_trial(end.transfer):
                 continue
             match end:
                 case Landed():
@@ -203,8 +202,8 @@ class DecodeWorker(Worker):
                     self.abort(end.transfer)
                 case TransferFailed():
                     log.warning("hand-off %s failed: %s", end.transfer, end.reason)
-                    self.count("kv_transfer_failures")
-                    self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+                    self.report.count("kv_transfer_failures")
+                    self.requests.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _budget_s(self) -> float:
         """Return the seconds for receiving KV in this turn."""
@@ -240,7 +239,8 @@ class DecodeWorker(Worker):
             tokens, logprobs = self._first(sequence, commit)
         except ValueError as error:
             self.cache.close(table)
-            self.fail(transfer, "transfer_failed", f"the commit's first tokens are invalid: {error}", retriable=True)
+            why = f"the commit's first tokens are invalid: {error}"
+            self.requests.fail(transfer, "transfer_failed", why, retriable=True)
             return
         sequence.computed = len(sequence.tokens)
         self.cache.publish(table, sequence.tokens, sequence.computed)
@@ -325,7 +325,7 @@ class DecodeWorker(Worker):
         record.running.discard(sequence.id)
         if not record.running:
             self._end(sequence.id.transfer)
-            self.over(sequence.id.transfer)
+            self.requests.over(sequence.id.transfer)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:
         record = self._records[sequence.id.transfer]

@@ -79,7 +79,7 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
         machine = _device(config)
         with _ranks(config, machine) as ranks:
             worker = build(config, checkpoint, keys or config.keys_of(config.role), machine, ranks)
-            with _borrowing(lent, others) as worker.cores:
+            with _borrowing(lent, others) as worker.steps.cores:
                 gc.freeze()  # the model lives as long as the process: collections need not traverse it
                 worker.run()
     except (DeviceLost, RuntimeError) as error:

@@ -33,6 +33,7 @@ from common.kv.table import BlockTable
 from common.net.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing, Welcome
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
+from common.worker.report import HandoffCounts
 from common.worker.token_spans import TokenSpanEncoder, stop_id, to_wire
 from kvtransfer.sender import FirstTokens, Sender, SendFailed, Shipped
 from kvtransfer.session import TransferLimits
@@ -91,13 +92,10 @@ class PrefillWorker(Worker):
         self.sender.limit(TransferLimits.of_welcome(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
-        return dict.fromkeys((*self._prompts, *self._trials)).keys()
+        return dict.fromkeys((*self._prompts, *self.requests.trials)).keys()
 
-    def bad_transfer_messages(self) -> int:
-        return self.sender.bad_messages
-
-    def cut_off_peers(self) -> int:
-        return self.sender.ban_list.cut_off
+    def handoff_counts(self) -> HandoffCounts:
+        return HandoffCounts(0, self.sender.bad_messages, 0, self.sender.ban_list.cut_off)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -117,11 +115,11 @@ class PrefillWorker(Worker):
     def _prefill(self, message: Prefill, now: float) -> None:
         request, transfer = message.request, TransferId(message.request.id, message.attempt)
         sequence = Sequence(request, message.attempt)
-        if self.accept(request, message.attempt, now, len(sequence.tokens)):
+        if self.requests.accept(request, message.attempt, now, len(sequence.tokens)):
             try:
                 self.sender.open(transfer, message.decode, len(sequence.tokens), [], now)
             except WireError as error:
-                self.fail(transfer, "transfer_failed", str(error), retriable=True)
+                self.requests.fail(transfer, "transfer_failed", str(error), retriable=True)
                 return
             self._prompts[transfer] = _Prompt(sequence, message.decode, now)
             self.planner.add(sequence)
@@ -132,14 +130,14 @@ class PrefillWorker(Worker):
 
     def _drop(self, transfer: TransferId) -> None:
         self._last_pair.pop(transfer, None)
-        self.close_trial(transfer)
+        self.requests.close_trial(transfer)
         prompt = self._prompts.pop(transfer, None)
         if prompt is not None and prompt.table is not None:
             self.cache.close(prompt.table)
         elif prompt is not None and transfer not in self._aside:
             self.planner.finish(prompt.sequence)
         self._aside.discard(transfer)
-        self.over(transfer)
+        self.requests.over(transfer)
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
         """Send the first token again. Nothing is sent for a prompt that was handed over, since decode's first span
@@ -266,7 +264,7 @@ class PrefillWorker(Worker):
         self.cache.close(prompt.table)
         prompt.table = None
         self._aside.add(transfer)
-        self.count("set_aside_prompts")
+        self.report.count("set_aside_prompts")
 
     # -- shipping -----------------------------------------------------------------------------------------------------
 
@@ -298,9 +296,9 @@ class PrefillWorker(Worker):
         self._make_way(now)
 
     def _shipped(self, end: Shipped) -> None:
-        self.count(f"kv_bytes_{end.link}", end.bytes)
-        self.count(f"kv_seconds_{end.link}", end.seconds)
-        self.count("kv_transfers")
+        self.report.count(f"kv_bytes_{end.link}", end.bytes)
+        self.report.count(f"kv_seconds_{end.link}", end.seconds)
+        self.report.count("kv_transfers")
         values = {
             "transfer_ms": end.seconds * 1000,
             "transfer_exposed_ms": end.exposed_seconds * 1000,
@@ -313,13 +311,13 @@ class PrefillWorker(Worker):
             log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
         else:
             log.warning("hand-off %s failed: %s", end.transfer, end.reason)
-            self.count("kv_transfer_failures")
-            self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+            self.report.count("kv_transfer_failures")
+            self.requests.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _measure(self, message: Measure, now: float) -> None:
         """Run a link trial: ship blocks with arbitrary contents, with the frames and checks of a real hand-off."""
         transfer = TransferId(message.request, message.attempt)
-        if (table := self.open_trial(transfer, message.tokens, now)) is None:
+        if (table := self.requests.open_trial(transfer, message.tokens, now)) is None:
             return
         self._last_pair[transfer] = message.peer.incarnation
         try:

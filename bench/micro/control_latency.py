@@ -57,7 +57,8 @@ from common.net.messages import (
     ToWorker,
 )
 from common.net.sockets import Channels, identity, receive, send
-from common.worker.loop import TRIAL_S, WorkerSettings
+from common.worker.held_requests import TRIAL_S
+from common.worker.loop import WorkerSettings
 from coordinator.cluster.events import Loss
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry, WorkerHandle

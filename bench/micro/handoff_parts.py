@@ -60,6 +60,7 @@ from common.net.messages import (
 from common.net.sockets import Channels, receive, send
 from common.net.wire import encode, seal, unseal
 from common.worker.loop import TIMER_S, Worker
+from common.worker.report import HandoffCounts, WorkerReport
 from common.worker.step_times import StepTimeEstimator
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import JoinRefused, Registry
@@ -232,17 +233,15 @@ def snapshot(live: int) -> float:
         cache=cache,
         planner=Planner(cache, max_tokens=512, max_sequences=64),
         step_times=StepTimeEstimator(),
-        cores=None,
-        counters=dict(COUNTERS),
+        steps=SimpleNamespace(cores=None),
         membership=SimpleNamespace(bad_messages=0, acted_on=9, snapshot=None),
-        bad_transfer_messages=int,
-        stale_frames=int,
-        cut_off_peers=int,
+        handoff_counts=lambda: HandoffCounts(0, 0, 0, 0),
         holdings=lambda: there,
         draining_until=None,
-        waiting=int,
     )
-    return microseconds(lambda: Worker._publish(cast(Worker, worker)))
+    report = WorkerReport(cast(Worker, worker))
+    report.counters |= COUNTERS
+    return microseconds(report.publish)
 
 
 def digests(shape: RequestShape) -> float:

@@ -51,7 +51,7 @@ class Overlap:
         if before is not None:
             self._read(before)
         elif batch is not None and self._flight is None:
-            worker.run_step(batch)
+            worker.steps.run(batch)
         return before is not None or batch is not None
 
     def settle(self) -> None:
@@ -81,4 +81,4 @@ class Overlap:
         self._read_at = now
         worker.step_times.took(batch.length, batch.attended, result.seconds)
         self._blocks.read()
-        worker.take_in(batch, result)
+        worker.steps.take_in(batch, result)

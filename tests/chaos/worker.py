@@ -132,6 +132,13 @@ class _Told:
     _last: tuple[int, int, list[tuple[str, int]]] = (0, 0, [])
     _parked = 0
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        worker: Worker = self  # type: ignore[assignment]
+        self._accept, self._publish = worker.requests.accept, worker.report.publish
+        worker.requests.accept = self._accept_and_report  # type: ignore[method-assign]
+        worker.report.publish = self._publish_and_report  # type: ignore[method-assign]
+
     def introduce(self, hello: Hello) -> Hello:
         hello = super().introduce(hello)  # type: ignore[misc]
         report_event("listening", address=hello.data_address, incarnation=hello.incarnation)
@@ -139,9 +146,8 @@ class _Told:
             return hello
         return msgspec.structs.replace(hello, data_address=self.advertised)
 
-    def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
-        accepted: bool = super().accept(request, attempt, now, tokens)  # type: ignore[misc]
-        if accepted:
+    def _accept_and_report(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
+        if accepted := self._accept(request, attempt, now, tokens):
             report_event("taken", request=request.id.hex(), seed=request.sampling.seed)
         return accepted
 
@@ -155,8 +161,8 @@ class _Told:
             engine.jammed_s = _stuck("turn", engine.jammed_s)
         super().move_kv(now)  # type: ignore[misc]
 
-    def _publish(self) -> None:
-        super()._publish()  # type: ignore[misc]
+    def _publish_and_report(self) -> None:
+        self._publish()
         parked: int = self.planner.preemptions  # type: ignore[attr-defined]
         if parked > self._parked:
             report_event("parked")

@@ -20,6 +20,7 @@ from common.core.timeouts import FailureTimes
 from common.engine.scheduler import Planner
 from common.kv.cache import KvCache
 from common.net.messages import Commit
+from common.worker.held_requests import HeldRequests
 from common.worker.loop import Worker
 from common.worker.membership import Membership
 from coordinator.cluster import lost_workers
@@ -208,10 +209,15 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("not even the first", ReceiverSession, "accept", _accepts_anything, (WRONG_TOKENS,)),
     ),
     "no lease sweep": (
-        Mutation("requests whose Abort was lost are kept", Worker, "_reap", _nothing, ("still held", "left behind")),
+        Mutation(
+            "requests whose Abort was lost are kept", HeldRequests, "reap", _nothing, ("still held", "left behind")
+        ),
     ),
     "no expiry": (
-        Mutation("a worker without a coordinator keeps all", Worker, "_expire", _nothing, ("for a dead coordinator",)),
+        Mutation(
+            "a worker without a coordinator keeps all",
+            HeldRequests, "expire_lease", _nothing, ("for a dead coordinator",),
+        ),
     ),
     "no fence": (
         Mutation("spans of an older attempt count", RequestState, "accept", _without_fence, ("older attempt",)),

@@ -658,7 +658,7 @@ class SimulatedSystem:
             counts = worker.worker.cache.pool.counts
             left |= {f"{name} holds": worker.worker.holdings(), f"{name} blocks": counts.held}
             left |= {f"{name} leaks": worker.worker.cache.leaks(), f"{name} sessions": worker.sessions()}
-            left |= {f"{name} deadlines": worker.worker._deadlines}
+            left |= {f"{name} deadlines": worker.worker.requests._deadlines}
             left |= {f"{name} announcements": worker.stale()}
             if self.coordinator.registry.get(worker.worker.incarnation) is None:
                 left[f"{name} is not registered"] = True

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ def run_until(error: Exception, patch: pytest.MonkeyPatch) -> None:
     """Run a worker that raises ``error``."""
 
     class Failing:
+        steps = SimpleNamespace(cores=None)
+
         def run(self) -> None:
             raise error
 

@@ -217,7 +217,7 @@ def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench
     compute_without_blocks_at_decode(bench, early)
     bench.place(urgent, "prefill-0", "decode-1")
     bench.until(lambda: bench.done(urgent))
-    assert prefill.counters["set_aside_prompts"] == 1
+    assert prefill.report.counters["set_aside_prompts"] == 1
     assert not bench.done(early) and TransferId(early.id, 1) in prefill.holdings()
     bench.send("decode-1", Reserve(early, 1, bench.peer("prefill-0")))
     bench.until(lambda: bench.done(early))
@@ -238,7 +238,7 @@ def test_prompts_waiting_for_decode_keep_their_blocks(bench: Bench) -> None:
     held = prefill.cache.pool.counts.held
     for _ in range(20):
         bench.turn()
-    assert prefill.cache.pool.counts.held == held and "set_aside_prompts" not in prefill.counters
+    assert prefill.cache.pool.counts.held == held and "set_aside_prompts" not in prefill.report.counters
     for request in (second, first):  # the first prompt must make room for the second
         bench.send("decode-1", Reserve(request, 1, bench.peer("prefill-0")))
     bench.until(lambda: bench.done(first, second))

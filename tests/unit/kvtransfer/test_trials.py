@@ -37,7 +37,7 @@ def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
 
 
 def test_a_trial_that_only_one_side_has_room_for_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.worker.loop.TRIAL_S", 0.2)
+    monkeypatch.setattr("common.worker.held_requests.TRIAL_S", 0.2)
     prefill, _ = bench.add("prefill", OracleEngine(64)), bench.add("decode", OracleEngine(4))
     bench.send("decode-1", Measure(RequestId(b"measure one side"), 0, bench.peer("prefill-0"), 500))
     bench.send("prefill-0", Measure(RequestId(b"measure one side"), 0, bench.peer("decode-1"), 500))
@@ -72,10 +72,10 @@ def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
     monkeypatch.setattr(leaving.receiver, "pump", pump_and_strike)
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
         bench.send(name, Measure(RequestId(b"measure a signal"), 0, bench.peer(other), 100))
-    with leaving._signals() as waker:
+    with leaving._waker.attached():
         bench.until(lambda: struck)
         assert leaving.draining_until is None
-        leaving._wait(0.0, waker)
+        leaving._wait(0.0)
     assert leaving.finished()
     bench.until(bench.quiet)
 
@@ -93,10 +93,10 @@ def test_second_signal_stops_draining_worker(bench: Bench, role: str) -> None:
         bench.send("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
         bench.until(lambda: bench.streams[request.id, 1, 0])
     leaving = bench.workers["prefill-0" if role == "prefill" else "decode-1"]
-    with leaving._signals() as waker:
+    with leaving._waker.attached():
         for asked in (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)
-            leaving._wait(1.0, waker)
+            leaving._wait(1.0)
             assert leaving.draining_until is not None and leaving.finished() == (asked == 2)
             bench.turn()
             assert leaving.holdings(), "there is something to wait for"

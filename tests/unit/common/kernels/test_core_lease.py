@@ -94,8 +94,8 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: CoreLease, monkeypatch
     engine = OracleEngine(blocks=8)
     worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
     lent.settle([(3,)])
-    worker.cores = of(lent, 3)
-    worker.cores.borrowed_s = lambda: 2.5
+    worker.steps.cores = of(lent, 3)
+    worker.steps.cores.borrowed_s = lambda: 2.5
     seen: list[tuple[bool, list[int]]] = []
     poll = Channels.poll
 
@@ -110,8 +110,8 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: CoreLease, monkeypatch
     worker.run()
     assert seen == [(True, [3]), (False, []), (True, [3])]
     assert lent.lent() == [], "it has it back when it leaves"
-    assert worker.counters["borrowed_core_seconds"] == 2.5
-    worker.cores.close()
+    assert worker.report.counters["borrowed_core_seconds"] == 2.5
+    worker.steps.cores.close()
     engine.memory.close()
 
 
@@ -120,20 +120,20 @@ def test_expected_step_time_excludes_borrowed_cores(lent: CoreLease) -> None:
     step is expected to take that long."""
     engine = OracleEngine(blocks=8)
     worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
-    worker.cores = of(lent, 2, 3)
+    worker.steps.cores = of(lent, 2, 3)
     borrowed = iter((1.0, 1.6))
-    worker.cores.borrowed_s = lambda: next(borrowed)
+    worker.steps.cores.borrowed_s = lambda: next(borrowed)
     request = Request(new_request_id(), pack_tokens(range(20)), SamplingParams(4, 0))
     worker.planner.add(Sequence(request, 0))
     batch = worker.planner.plan()
     assert batch is not None
     worker.sampled = lambda batch, samples, now: None  # type: ignore[method-assign]
-    worker.run_step(batch)
+    worker.steps.run(batch)
     assert 0.3 <= worker.step_times.last < 0.4
-    worker.cores.borrowed_s = float
+    worker.steps.cores.borrowed_s = float
     worker.planner.finish(batch.segments[0].sequence)
     worker.close()
-    worker.cores.close()
+    worker.steps.cores.close()
     engine.memory.close()
 
 

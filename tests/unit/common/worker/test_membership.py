@@ -27,7 +27,7 @@ def test_worker_drops_requests_missing_from_lease(pair: Bench) -> None:
         pair.send(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)]), 0))
     decode = pair.workers["decode-1"]
     pair.until(lambda: decode.holdings() == {TransferId(kept.id, 2)})
-    assert decode.counters["reaped_requests"] == 2
+    assert decode.report.counters["reaped_requests"] == 2
     assert decode.membership.bad_messages == 1
     for name in pair.workers:
         pair.send(name, Lease(b"", 0))
@@ -141,7 +141,7 @@ def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench
 def test_a_worker_without_work_says_that_its_coordinator_is_silent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("common.worker.loop.LONELY_S", 0.2)
+    monkeypatch.setattr("common.worker.connection_log.LONELY_S", 0.2)
     bench.lease_ms = 300
     bench.add("decode", OracleEngine(64))
     bench.until(lambda: "127.0.0.1" in caplog.text and "has been silent for" in caplog.text)
@@ -157,9 +157,9 @@ def test_refused_worker_logs_reason_at_intervals(
     for tick in range(1, 100):  # tenths of a second
         refusal = why if tick % 20 else ""
         monkeypatch.setattr(Membership, "refusal", property(lambda _, refusal=refusal: refusal))
-        worker._complain(now + tick / 10)
+        worker._connection_log.check(now + tick / 10)
         assert tick > 50 or caplog.text.count(why) == 1
     assert caplog.text.count(why) == 2 and "is it started?" not in caplog.text
     monkeypatch.setattr(Membership, "refusal", "")
-    worker._complain(now + 100)
+    worker._connection_log.check(now + 100)
     assert "has not let this worker in so far" in caplog.text

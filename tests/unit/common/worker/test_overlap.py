@@ -153,7 +153,7 @@ def test_leaving_worker_settles_launched_steps(bench: Bench) -> None:
     worker = bench.add("decode", engine)
     bench.send("decode-0", Generate(make_request(20, 30), 1))
     bench.until(lambda: engine.launched == 3)
-    worker._drop_all()
+    worker.requests.drop_all()
     assert worker.cache.pool.counts.held > 0 and worker.cache.leaks() == {}
     worker._overlap.settle()  # type: ignore[union-attr]
     assert worker.cache.pool.counts.held == 0 and not engine.queue

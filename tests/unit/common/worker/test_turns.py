@@ -104,7 +104,7 @@ def test_many_that_announce_themselves_beside_long_steps_are_answered_within_a_f
 def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.loop.MAX_KEYS", 3)
+    monkeypatch.setattr("common.worker.report.MAX_KEYS", 3)
     worker = bench.add("colocated", OracleEngine(64))
     request = make_request(16 * 7, 1)
     bench.send("colocated-0", Generate(request, 1))
@@ -116,7 +116,7 @@ def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
 
 
 def test_worker_refuses_more_requests_than_heartbeat_lists(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.worker.loop.MAX_HELD", 2)
+    monkeypatch.setattr("common.worker.held_requests.MAX_HELD", 2)
     bench.add("colocated", OracleEngine(64))
     requests = [make_request(20, 30) for _ in range(3)]
     for request in requests:

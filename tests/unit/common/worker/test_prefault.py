@@ -1,4 +1,4 @@
-"""The loop of all workers: what it does between steps."""
+"""The memory of KV blocks that an idle worker pre-faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.net.messages import Generate
-from common.worker.loop import IDLE_S, POPULATED_BYTES, WorkerSettings
+from common.worker.loop import IDLE_S, WorkerSettings
+from common.worker.prefault import POPULATED_BYTES
 from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of, oracle_layout
 from tests.fakes.system import needs_populate
@@ -33,7 +34,7 @@ def worker_of() -> Iterator[Callable[..., DecodeWorker]]:
     yield make
     while made:
         worker = made.pop()
-        worker._drop_all()
+        worker.requests.drop_all()
         worker.close()
         worker.engine.memory.close()
         del worker  # a reference to the worker would keep its generation counters mapped
