@@ -61,8 +61,8 @@ class LauncherClient(Protocol):
         """Report that prompts have begun to pile up (``deep``) or no longer do."""
 
     def follow(self, follow: Callable[[WorkerName, str, float], None]) -> None:
-        """Call ``follow`` with the name, reason and restart delay in seconds of each worker process that ends, and with
-        reason "" when it is not meant to run any more."""
+        """Call ``follow`` with the name, reason and restart delay in seconds of each worker process that ends. The
+        reason is "" if the worker is not to run any more."""
 
 
 def run(

@@ -37,37 +37,48 @@ class ObservedRequest(Protocol):
     the workers' Timing messages, whose names end in their unit."""
 
     @property
-    def n(self) -> int: ...
+    def n(self) -> int:
+        """Number of choices."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """``disagg``, ``local`` or another path of :data:`coordinator.routing.paths.Path`."""
 
     @property
-    def progress(self) -> Choices: ...
+    def progress(self) -> Choices:
+        """The finish reasons so far."""
 
     @property
-    def prompt_length(self) -> int: ...
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
 
     @property
-    def output_length(self) -> int: ...
+    def output_length(self) -> int:
+        """Number of output tokens of all choices."""
 
     @property
-    def arrived_at(self) -> float: ...
+    def arrived_at(self) -> float:
+        """When the HTTP request arrived."""
 
     @property
-    def tokenized_at(self) -> float: ...
+    def tokenized_at(self) -> float:
+        """When the prompt's tokens were known."""
 
     @property
-    def placed_at(self) -> float | None: ...
+    def placed_at(self) -> float | None:
+        """When the request was first placed on workers; None before."""
 
     @property
-    def first_token_at(self) -> float | None: ...
+    def first_token_at(self) -> float | None:
+        """When the first output token was accepted; None before."""
 
     @property
-    def finished_at(self) -> float | None: ...
+    def finished_at(self) -> float | None:
+        """When the request ended; None before."""
 
     @property
-    def timings(self) -> Mapping[str, float]: ...
+    def timings(self) -> Mapping[str, float]:
+        """Values of the workers' Timing messages by name, such as ``prefill_ms``."""
 
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -228,6 +239,7 @@ class Metrics:
         self._observe(values, "transfer", "transfer_exposed")
 
     def transfer_failed(self, reason: str) -> None:
+        """Count a failed hand-off; ``reason`` is the code of its RequestFailed."""
         self._transfer_failures.labels(reason).inc()
 
     def ended(self, request: ObservedRequest, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""Kill the decode worker of a stream in its middle, and count what arrives: nothing is lost.
+"""Kill the decode worker in the middle of a stream, and count the tokens that arrive: none is lost.
 
     make up ARGS="--decode 2"
     python examples/kill_a_worker.py [URL]          # default: http://127.0.0.1:8000
@@ -23,6 +23,8 @@ KILL_AFTER = 50
 
 
 def main(url: str) -> None:
+    """Stream a completion from ``url``, kill its decode worker, and print what arrived. Exits with 1 if tokens are
+    missing."""
     body = {
         "prompt": "Once upon a time",
         "max_tokens": TOKENS,
@@ -57,7 +59,7 @@ def main(url: str) -> None:
 
 
 def events(response: HTTPResponse) -> Iterator[dict]:
-    """The JSON objects of a stream of server-sent events."""
+    """Yield the JSON objects of a stream of server-sent events. Exits with a message if one is an error."""
     for line in response:
         if line.startswith(b"data: ") and b"[DONE]" not in line:
             event = json.loads(line[6:])
@@ -67,6 +69,7 @@ def events(response: HTTPResponse) -> Iterator[dict]:
 
 
 def process_id(url: str, worker: str) -> int:
+    """Return the process id of the worker named ``worker``."""
     with urllib.request.urlopen(f"{url}/admin/workers") as response:
         workers = json.load(response)["workers"]
     return next(each["pid"] for each in workers if each["id"] == worker)

@@ -16,6 +16,7 @@ except ImportError:
 
 
 def main(url: str) -> None:
+    """Print a whole answer and a streamed one of the server at ``url``."""
     client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "none"))
     model = client.models.list().data[0].id
 

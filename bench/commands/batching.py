@@ -41,6 +41,7 @@ class Result:
 
     @property
     def rate(self) -> float:
+        """Useful output tokens per second."""
         return self.tokens / self.seconds
 
 

@@ -45,7 +45,8 @@ def chosen(text: str | None) -> list[str]:
 
 @dataclass
 class Found:
-    """The rows of the goals, and why other goals have none: they failed, or have not been measured yet."""
+    """The rows of the goals, and which goals have none: those that failed, with the reason, and those not yet
+    measured."""
 
     rows: list[Row] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -69,13 +70,14 @@ class Found:
         return [*lines, "", results.provenance_line()]
 
     def as_json(self) -> dict[str, Any]:
+        """Return what is saved: all fields but ``quick``, as :func:`resumed` reads them."""
         rest = {"failed": self.failed, "broken": self.broken, "left": self.left, "parts": self.parts}
         return rest | {"rows": [as_json(row) for row in self.rows]}
 
 
 def resumed(save: Path, of: dict[str, Any]) -> Found:
-    """Return what the run that saved its figures there has measured. Raises StartError if this run cannot continue it
-    because it is ``of`` something else (model, peers, effort), of another machine or of other sources."""
+    """Return what the run that was saved in ``save`` has measured. ``of``: model, peers and effort of this run. Raises
+    StartError if the saved run differs in one of them, or was made on another machine or from other sources."""
     try:
         kept = json.loads(save.read_text(encoding="utf-8"))
         rows = [of_json(each) for each in kept["rows"]]
@@ -158,8 +160,8 @@ def run(config: BenchGoalsConfig) -> int:
 
 
 def _output(config: BenchGoalsConfig, *, whole: bool) -> Path | None:
-    """The file to save in: ``--save``, or ``LOCAL`` for a run of all goals that is not a quick one, or none. Raise
-    StartError if ``--resume`` has no file to go on with."""
+    """Return the file to save in: ``--save``, else ``LOCAL`` for a run of all goals that is not a quick one, else None.
+    Raises StartError if ``--resume`` has no file to continue."""
     if config.save:
         return Path(config.save)
     if whole and not config.quick:

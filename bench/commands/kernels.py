@@ -1,7 +1,7 @@
 """``tandem bench kernels``: attention and linear layers beside their limits.
 
 Decode attention, for batches and contexts: bytes of KV per second, their share of what a plain loop reads per second
-from memory of that size, and torch's path on the same pool. Linear layers, with whole and with int8 weights: their
+from memory of that size, and torch's path on the same pool. Linear layers, with unquantized and int8 weights: their
 share of the rate at which many rows are multiplied or weights are read, and the speed relative to torch's plain layers
 or oneDNN's packed ones, whichever are faster. Blocks lie in random order, values are random, and kernels that are
 compared run in alternation. The figures are of the kernels that a worker would use; the last line names those that are
@@ -79,10 +79,12 @@ class Attended:
 
     @property
     def bytes_per_s(self) -> float:
+        """Bytes of KV per second that the worker's own backend reads."""
         return self.kv_bytes / next(iter(self.seconds.values()))
 
     @property
     def share(self) -> float:
+        """Fraction of ``limit_bytes_per_s`` that the worker's own backend reaches."""
         return self.bytes_per_s / self.limit_bytes_per_s
 
     @property
@@ -166,8 +168,8 @@ class Judged:
 
 
 def judge(found: Product, way: str, most: float, read: Callable[[int], float]) -> Judged:
-    """Compare one way with its limits: ``most`` operations per second for many rows, and the rate at which ``read``
-    gives the weights."""
+    """Compare one way with its limits: ``most`` operations per second for many rows, and the rate at which memory as
+    large as the weights is read, from ``read``."""
     seconds = found.seconds[way]
     flops_per_s, bytes_per_s = found.rates(way)
     reading = read(round(bytes_per_s * seconds))  # the rate for memory as large as these weights
@@ -178,8 +180,8 @@ def judge(found: Product, way: str, most: float, read: Callable[[int], float]) -
 
 
 def most_flops(dtype: torch.dtype, products: list[Product]) -> tuple[float, float]:
-    """Return the most operations per second without our kernels: of whole numbers, and of float32 rows as the sum of
-    three of bfloat16, which is what AMX tiles multiply."""
+    """Return the most operations per second without our kernels: for elements of ``dtype``, and for float32 elements
+    that are split into three of bfloat16, as AMX tiles multiply them."""
     rates = [found.rates(way)[0] for found in products for way in found.seconds if way in TORCH]
     most = max(square_rate(dtype), *rates)
     library = cpu.library()
@@ -189,9 +191,9 @@ def most_flops(dtype: torch.dtype, products: list[Product]) -> tuple[float, floa
 
 
 Say = Callable[[str], None]
-"""Takes a line of a table as soon as it is measured."""
+"""Prints a line of a table as soon as it is measured."""
 Read = Callable[[int], float]
-"""Gives the bytes per second at which memory of so many bytes is read."""
+"""Returns the bytes per second at which memory of the given number of bytes is read."""
 
 
 def measure(heads: Heads, layers: list[LinearShape], dtype: KvDtype, threads: int, say: Say) -> dict[str, Any]:
@@ -252,8 +254,8 @@ def _measure_attention(heads: Heads, dtype: KvDtype, read: Read, say: Say) -> li
 def _measure_linear(
     layers: list[LinearShape], dtype: KvDtype, read: Read, say: Say
 ) -> tuple[list[Judged], dict[str, float]]:
-    """Measure the linear layers for all rows, whole and int8. Also returns the most operations per second, of whole
-    numbers and in parts (see :func:`most_flops`)."""
+    """Measure the linear layers for all rows, unquantized and int8. Also returns the two rates of
+    :func:`most_flops`."""
     torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
     whole, parts = most_flops(torch_dtype, linear)

@@ -86,6 +86,7 @@ class EvaluationReport:
         return replace(self, skills=kept, failures=failures)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the report as :meth:`load` reads it."""
         skills = {name: vars(figures) for name, figures in self.skills.items()}
         return {
             "model": self.model, "fingerprint": self.fingerprint, "golden": self.golden, "skills": skills,

@@ -51,7 +51,7 @@ class Prefilled(NamedTuple):
 
 @dataclass
 class Calibration:
-    """What one core did, by round."""
+    """The measurements of one core, by round."""
 
     weight_bytes: int
     """Bytes of weights that a decode step reads, in the engine's format."""
@@ -74,20 +74,20 @@ class Calibration:
     """Seconds of the linear layers and the attention of such a step on their own."""
 
     def step_bytes(self, batch: int) -> int:
-        """Bytes that a decode step must read: all weights once, and the KV of every sequence."""
+        """Return the bytes that a decode step must read: all weights once, and the KV of every sequence."""
         return self.weight_bytes + batch * CONTEXT * self.kv_bytes
 
     def reading_s(self, batch: int, limits: Decoded) -> float:
-        """The least seconds of a decode step for what it reads."""
+        """Return the seconds in which a decode step could at best read its bytes."""
         return self.step_bytes(batch) / limits.bytes_per_s
 
     def multiplying_s(self, batch: int, limits: Decoded) -> float:
-        """The least seconds of a decode step for what it multiplies."""
+        """Return the seconds in which a decode step could at best do its multiplications."""
         return 2 * batch * (self.layer_weights + self.head_weights) / limits.flops_per_s
 
     def prefill_flops(self, tokens: int) -> float:
-        """Operations that a prompt needs: all rows through all layers, causal attention, and only the last row through
-        what follows the last attention."""
+        """Return the operations that a prompt needs: all rows through all layers, causal attention, and only the last
+        row through what follows the last attention."""
         attention = 2 * self.attention_width * tokens**2
         every_row, last_row = self.layer_weights - self.last_weights, self.last_weights + self.head_weights
         return 2 * every_row * tokens + attention + 2 * last_row
@@ -146,7 +146,8 @@ class Core:
         )
 
     def prepare_limits(self) -> None:
-        """Make the read and the matrix product that give the limits; the product is the fastest way of this machine."""
+        """Prepare the memory read and the matrix product that measure the limits. The product is computed in the
+        fastest way that this machine has."""
         from bench.commands import roofline
 
         mib = self._read_bytes // roofline.MIB
@@ -196,7 +197,8 @@ class Core:
         return self._operations / roofline.best_s(self._multiply, 3)
 
     def kernels_s(self) -> float:
-        """Measure the linear layers and the attention of a decode step on their own; their sum in seconds."""
+        """Measure the linear layers and the attention of a decode step on their own, and return their sum in
+        seconds."""
         from bench.commands import kernels, roofline
 
         linear = roofline.product(self._layers, self._engine.store.dtype, BATCH)
@@ -206,6 +208,7 @@ class Core:
         return min(linear.seconds.values()) + count * min(attention.seconds.values())
 
     def close(self) -> None:
+        """Release the engine's KV pool; no measurement is possible afterwards."""
         self._engine.close()
 
 
@@ -227,6 +230,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
 
 
 def seconds_of(work: Callable[[], object]) -> float:
+    """Return the wall-clock seconds of one call of ``work``."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

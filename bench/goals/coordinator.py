@@ -3,9 +3,9 @@
 Those workers take no time for a prompt and ``STEP_S`` for a decode step. The time to the first token is therefore that
 of HTTP, validation (a prompt is token ids, as from a load generator), placement, messages and the client itself. A bare
 HTTP server in the same run shows what part the coordinator adds: it gets the same requests from the same client at the
-same times, and sends the same bytes without looking at anything. The difference, request by request, is the
-coordinator's, including its messages to the workers and back. The CPU time of the coordinator's process gives the
-tokens that one core of it could pass on.
+same times, and sends the same bytes without parsing the requests. The difference, request by request, is the time of
+the coordinator, including its messages to the workers and back. The CPU time of its process shows how many tokens per
+second it could pass on with one core.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Children:
         self.processes: list[BaseProcess] = []
 
     def start(self, function: Callable[..., None], *arguments: object) -> BaseProcess:
+        """Start ``function(*arguments)`` in a new process and return it. The process is spawned, so both must be
+        picklable."""
         process = self._context.Process(target=function, args=arguments, daemon=True)
         process.start()
         self.processes.append(process)
@@ -88,6 +90,7 @@ class Children:
                 ) from error
 
     def end(self) -> None:
+        """Kill the processes that still run, and wait until all have ended."""
         for child in self.processes:
             if child.pid is not None and child.is_alive():
                 os.kill(child.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """The systems that the goals compare, and the loads they get.
 
-A system is started when a goal first needs it and keeps running for the goals after it that need it too, because the
-peer takes minutes to start. While another system is measured, Tandem's servers are idle (0.01 of a core each) and
-vLLM's are stopped: idle, vLLM uses 0.06 of a core, and as 1P1D, whose workers poll, all of both.
+A system is started when a goal first needs it and keeps running for the next goals that need it too, because the peer
+takes minutes to start. While another system is measured, Tandem's servers are idle. vLLM's are stopped, because they
+use CPU time when idle; in 1P1D, whose workers poll, they use all of it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class System:
 
     @property
     def is_peer(self) -> bool:
+        """Whether this is vLLM, which runs in the environment ``Field.peers``."""
         return self.kind.startswith("vllm")
 
     def __str__(self) -> str:
@@ -144,8 +145,8 @@ class Field:
         return [system for system in able if system in self._running]
 
     def tried(self, system: System, once: Callable[[System], T]) -> T | None:
-        """Return what ``once`` finds of the system. A peer that fails with StartError is left out, and the result is
-        None."""
+        """Return ``once(system)``. If that raises StartError for a peer, the peer is left out from now on, and the
+        result is None."""
         try:
             return once(system)
         except StartError as error:
@@ -173,7 +174,7 @@ class Field:
             self._running[system] = (stack.pop_all(), target)
 
     def start(self, system: System) -> AbstractContextManager[str | vllm.PeerSystem]:
-        """Run a server of this kind for a block: its URL, or the peer."""
+        """Return a context manager that runs a server of this kind and yields its URL, or the PeerSystem of a peer."""
         cores = self.cores[: system.cores] if system.cores else self.cores
         budget = ["--max-num-batched-tokens", str(system.budget)] if system.budget else []
         sharing = 1 if system.is_peer else max(counts(system.kind)[1:])  # workers, decode or colocated
@@ -188,6 +189,7 @@ class Field:
         return running(str(self.model), system.kind, [*common, *bound])
 
     def close(self) -> None:
+        """Stop all systems."""
         for stack, _ in self._running.values():
             stack.close()
         self._running.clear()
@@ -210,6 +212,7 @@ class Field:
         return random_asks(self.ids(), count, input_tokens, output_tokens, seed=self._seed)
 
     def ids(self) -> list[int]:
+        """Return the token ids from which prompts are drawn; reads the model's tokenizer once."""
         if not self._ids:
             self._ids = ordinary_ids(FileTokenizer(self.model))
         return self._ids
@@ -240,8 +243,8 @@ class Field:
     def alternate(
         self, systems: Sequence[System], once: Callable[[System], T], rounds: int | None = None
     ) -> dict[System, list[T]]:
-        """Return what ``once`` finds of each system, in rounds that have all of them in turn. Peers that fail are left
-        out."""
+        """Return the results of ``once`` by system, one per round. Each round has all systems in turn. Peers that fail
+        are left out."""
         found: dict[System, list[T]] = {system: [] for system in systems}
         for _ in range(rounds or self.effort.rounds):
             for system in list(found):
@@ -268,8 +271,8 @@ def opened(field: Field) -> Iterator[Field]:
 
 
 def whole(run: Run) -> Run:
-    """Return ``run`` if all of its requests were answered. Raises StartError if not: missing requests disturb no
-    others."""
+    """Return ``run`` if all of its requests were answered. Raises StartError if not: requests that failed leave more of
+    the machine to the others."""
     failed = [record for record in run.records if not record.ok]
     if failed:
         raise StartError(

@@ -24,6 +24,7 @@ class GoalTarget:
     at_most: bool = False
 
     def met(self, value: float) -> bool:
+        """Return whether ``value`` is within the bound, which is inclusive."""
         return value <= self.bound if self.at_most else value >= self.bound
 
     def held(self, value: float) -> bool:
@@ -41,9 +42,9 @@ class GoalTarget:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table; all figures are medians over the rounds. ``limit`` is the best that this machine can do,
-    ``share`` how much of it is reached; ``peer`` is what the other system (``against``) did and ``ratio`` how many
-    times as good this one is, above 1 if better. None: not measured. ``detail`` holds the figures of each round and the
-    curves, for the JSON only."""
+    ``share`` the fraction of it that is reached; ``peer`` is the figure of the other system (``against``) and ``ratio``
+    how many times as good this one is, above 1 if better. None: not measured. ``detail`` holds the figures of each
+    round and the curves, for the JSON only."""
 
     goal: str
     what: str
@@ -83,14 +84,15 @@ def _all(answers: Iterable[bool | None]) -> bool | None:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bool = False) -> RoundRange:
-    """How many times as good ours are, within each round. What a system could not do at all counts 0."""
+    """Return how many times as good our figures are as theirs, within each round: above 1 if better. Two zeros have the
+    ratio 1; a ratio to 0 alone is infinite."""
     above, below = (theirs, ours) if less_is_better else (ours, theirs)
     pairs = zip(above, below, strict=True)
     return RoundRange.of([one / other if other else (1.0 if not one else math.inf) for one, other in pairs])
 
 
 def by_round(found: Mapping[Any, Sequence[float]]) -> dict[str, list[float]]:
-    """The figures of each system, as a row's detail."""
+    """Return the figures of each round by the name of the system, for a row's ``detail``."""
     return {str(system): list(figures) for system, figures in found.items()}
 
 
@@ -141,7 +143,7 @@ def _verdict(row: Row) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count."""
+    """Return ``value`` with three significant digits."""
     if not math.isfinite(value):
         return "∞"
     if value and abs(value) < 1000:
@@ -165,6 +167,7 @@ def of_json(kept: dict[str, Any]) -> Row:
 
 
 def as_json(row: Row) -> dict[str, Any]:
+    """Return a row as :func:`of_json` reads it, with ``met`` and ``floors_hold`` in addition."""
     spread = row.ratio
     return {
         "goal": row.goal,

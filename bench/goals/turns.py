@@ -79,6 +79,8 @@ def coordinate(answers: Sequence[tuple[int, int]], pipe: Connection, cores: set[
 
 
 def hello_of(engine: Any, streams: int, budget: int) -> Hello:
+    """Return the Hello of a colocated worker of ``engine`` that runs at most ``streams`` sequences and ``budget``
+    tokens in one step."""
     layout = engine.layout
     return Hello(
         PROTOCOL, WorkerName("measured"), new_incarnation(), "colocated", "measured", engine.fingerprint,

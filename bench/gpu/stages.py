@@ -33,10 +33,12 @@ class Setting:
 
     @property
     def small(self) -> Shape:
+        """The 0.6B model, or a tiny one in a dry run."""
         return TINY_SMALL if self.dry else SMALL
 
     @property
     def large(self) -> Shape:
+        """The 8B model, or a tiny one in a dry run."""
         return TINY_LARGE if self.dry else LARGE
 
 
@@ -70,17 +72,19 @@ STAGES = {
 
 @dataclass
 class Outcome:
-    """What one stage gave: rows, or the text of its failure."""
+    """The result of one stage: rows, or the text of its failure, and the seconds that it took."""
 
     rows: list[Row] = field(default_factory=list)
     failure: str = ""
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
+        """Return the outcome as :meth:`of_json` reads it."""
         return asdict(self) | {"rows": [as_json(row) for row in self.rows]}
 
     @classmethod
     def of_json(cls, kept: Mapping[str, Any]) -> Outcome:
+        """Make an outcome from what :meth:`as_json` returned."""
         return cls([of_json(row) for row in kept["rows"]], kept["failure"], kept["seconds"])
 
 

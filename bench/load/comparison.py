@@ -1,4 +1,4 @@
-"""What several systems did under the same load: figures by round, a table, and in words whether to disaggregate. Pure.
+"""Compares systems under the same load: figures by round, a table, and in words whether to disaggregate. Pure.
 
 Disaggregation is advised only where it is better in every round: two pools cost a second copy of the weights, and a
 hand-off for every request.
@@ -20,8 +20,8 @@ LITTLE = 0.25
 """Below this share of requests inside the objectives a system is overloaded, and a comparison with it is
 meaningless."""
 FEW = 0.05
-"""Up to this share of requests outside an objective says nothing about pool sizes: a pause of the machine delays a few
-of a hundred with any sizes."""
+"""If at most this share of requests misses an objective, that says nothing about pool sizes: with any sizes, a pause of
+the machine delays a few requests in a hundred."""
 OTHER = "other"
 """Name of the server at ``--url``."""
 
@@ -36,6 +36,7 @@ class RoundRange:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> RoundRange:
+        """Compute the median and range of one value per round; there must be at least one."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __format__(self, how: str) -> str:
@@ -44,7 +45,7 @@ class RoundRange:
 
 @dataclass
 class Outcome:
-    """What one system did, round by round."""
+    """The results of one system, round by round."""
 
     system: str
     summaries: list[Summary] = field(default_factory=list)
@@ -52,13 +53,16 @@ class Outcome:
 
     @property
     def colocated(self) -> bool:
+        """Whether the system has colocated workers; False for the server at ``--url``."""
         return self.system != OTHER and counts(self.system)[2] > 0
 
     @property
     def disaggregated(self) -> bool:
+        """Whether the system has decode workers; False for the server at ``--url``."""
         return self.system != OTHER and counts(self.system)[1] > 0
 
     def figure(self, name: str) -> RoundRange:
+        """Return the figure ``name``, a key of FIGURES, over the rounds."""
         return RoundRange.of([FIGURES[name](summary) for summary in self.summaries])
 
     def against(self, other: Outcome, name: str) -> RoundRange:
@@ -73,10 +77,12 @@ class Outcome:
 
     @property
     def answered(self) -> int:
+        """Number of requests that succeeded, over all rounds."""
         return sum(summary.completed for summary in self.summaries)
 
     @property
     def failed(self) -> int:
+        """Number of requests that failed, over all rounds."""
         return sum(summary.failed for summary in self.summaries)
 
     def busy(self) -> dict[str, float]:

@@ -119,6 +119,7 @@ class Summary:
 
     @property
     def request_rate(self) -> float:
+        """Successful requests per second."""
         return self.completed / self.seconds
 
     @property
@@ -129,10 +130,12 @@ class Summary:
 
     @property
     def output_rate(self) -> float:
+        """Output tokens of successful requests per second."""
         return self.output_tokens / self.seconds
 
     @property
     def token_rate(self) -> float:
+        """Prompt and output tokens of successful requests per second."""
         return (self.input_tokens + self.output_tokens) / self.seconds
 
 

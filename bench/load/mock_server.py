@@ -38,7 +38,7 @@ class Script:
 
 @dataclass
 class Said:
-    """When the chunks of one request were written, in seconds after its arrival."""
+    """The times at which the chunks of one request were written, in seconds after its arrival."""
 
     moments: list[float] = field(default_factory=list)
 
@@ -73,6 +73,7 @@ class MockServer:
         self.headers: list[dict[str, str]] = []
 
     def app(self) -> web.Application:
+        """Return a new application with all endpoints, which records requests in this object."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)

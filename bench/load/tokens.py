@@ -23,9 +23,11 @@ _TODO = "give --tokenizer FILE, the model's tokenizer.json"
 class Tokenizer(Protocol):
     """Converts text to token ids and back, without adding special tokens."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
 
 
 class ServerTokenizer:

@@ -6,9 +6,9 @@ unknown worker to the coordinator (answer: Rejoin), and from the coordinator to 
 served; answer: RequestFailed). A worker that computes answers only after its step; here there are no steps. With
 ``--encrypted`` all processes have keys and KV is encrypted.
 
-Round trips are also measured with nothing else going on, and beside as many processes that only copy memory as there
-are threads at work while KV streams. The latter shows what the kernel's scheduler alone adds with fewer cores than
-that.
+Round trips are also measured with nothing else going on, and beside processes that only copy memory, as many as threads
+are at work while KV streams. The latter shows what the kernel's scheduler alone adds if there are fewer cores than
+threads.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class Cluster:
         self.gateway.start(self, self._loop)
 
     def close(self) -> None:
+        """Cancel all timers and close the gateway."""
         for timer in self._timers.values():
             timer.cancel()
         self.gateway.close()
@@ -208,8 +209,8 @@ class Cluster:
             self._trial()
 
     def _watch(self) -> None:
-        """Start again when no hand-off has ended for so long that both workers have given up all open ones, which they
-        do not report."""
+        """Start new hand-offs if none ends for so long that both workers have given up all open ones. They do not
+        report that."""
         if "stall" in self._timers:
             self._timers["stall"].cancel()
         self._timers["stall"] = self._loop.call_later(TRIAL_S + 1, self._stalled)
@@ -245,7 +246,7 @@ class Cluster:
 
 
 def copy_memory() -> None:
-    """Run a process that is always runnable."""
+    """Copy memory until killed, as a process that is always runnable."""
     source, target = (np.ones(1 << 20, np.uint8) for _ in range(2))
     while True:
         target[:] = source

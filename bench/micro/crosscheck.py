@@ -1,8 +1,8 @@
 """``tandem bench crosscheck``: do other load generators report what ``tandem bench serve`` reports?
 
-Each tool puts the same load on a server of its own that answers on a scripted clock (:mod:`bench.load.mock_server`).
-What it reports is compared with the times at which the chunks were really written. The tools name the same spans
-differently:
+Each tool puts the same load on a server of its own that answers on a schedule (:mod:`bench.load.mock_server`). Its
+report is compared with the times at which the server wrote the chunks. The tools have different names for the same
+times:
 
     | here | tandem and vllm bench serve | GuideLLM |
     |---|---|---|
@@ -69,6 +69,7 @@ class Tool:
 
 
 def tandem() -> Tool:
+    """Return ``tandem bench serve`` of the running Python environment."""
     command = [sys.executable, "-m", "deploy.cli"]
 
     def words(url: str, saved: Path, asked: Load) -> list[str]:
@@ -81,6 +82,8 @@ def tandem() -> Tool:
 
 
 def vllm(program: str) -> Tool:
+    """Return ``vllm bench serve``; ``program`` is the path of the ``vllm`` command."""
+
     def words(url: str, saved: Path, asked: Load) -> list[str]:
         load = f"--num-prompts {REQUESTS} --request-rate {RATE} --burstiness inf --ignore-eos --disable-tqdm"
         backend = "openai-chat --endpoint /v1/chat/completions" if asked.chat else "openai"
@@ -94,6 +97,8 @@ def vllm(program: str) -> Tool:
 
 
 def guidellm(program: str) -> Tool:
+    """Return GuideLLM; ``program`` is the path of the ``guidellm`` command."""
+
     def words(url: str, saved: Path, asked: Load) -> list[str]:
         path = "/v1/chat/completions" if asked.chat else "/v1/completions"
         return [
@@ -140,7 +145,7 @@ def check(tool: Tool, load: Load) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def mock(load: Load) -> Iterator[str]:
-    """Run a server with a scripted clock in a process of its own; yields its URL."""
+    """Run a mock server in a process of its own and yield its URL."""
     words = [sys.executable, "-m", "deploy.cli", "bench", "mock-server", "--port", "0"]
     words += ["--role-first"] if load.role_first else []
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)

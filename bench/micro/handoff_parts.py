@@ -120,6 +120,7 @@ def microseconds(action: Callable[[], object], rounds: int = 7, seconds: float =
 
 
 def transfers(count: int) -> list[TransferId]:
+    """Return ``count`` transfer ids: the first attempts of as many new requests."""
     return [TransferId(new_request_id(), 0) for _ in range(count)]
 
 
@@ -127,7 +128,7 @@ def transfers(count: int) -> list[TransferId]:
 
 
 class Wire:
-    """A router and a dealer that talk over loopback."""
+    """A ROUTER and a DEALER socket that are connected over loopback."""
 
     def __init__(self) -> None:
         self._channels = Channels()
@@ -145,6 +146,7 @@ class Wire:
         return got
 
     def close(self) -> None:
+        """Close both sockets."""
         self._channels.close()
 
 
@@ -214,6 +216,7 @@ class Watch:
         return microseconds(once)
 
     def close(self) -> None:
+        """Close the gateway and the event loop."""
         self.gateway.close()
         self._loop.close()
 

@@ -49,7 +49,7 @@ def renamed(metadata: str) -> str:
 
 
 def install(folder: Path) -> None:
-    """Make ``folder`` an environment with the peer. A second call continues; raises StartError if a step fails."""
+    """Make ``folder`` an environment with vLLM and NIXL. Raises StartError if a step fails; another call continues."""
     if program(folder, "vllm").exists() and (site(folder) / f"vllm-{VLLM}.dist-info").exists():
         print(f"already there: {folder}")
         return
@@ -68,6 +68,7 @@ def install(folder: Path) -> None:
 
 
 def metadata_of(wheel: Path) -> str:
+    """Return the text of the METADATA file in ``wheel``."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return archive.read(name).decode()
@@ -79,6 +80,8 @@ def site(folder: Path) -> Path:
 
 
 def pip(folder: Path, *words: str) -> None:
+    """Run the ``pip`` of the environment ``folder``; ``words`` are its command and arguments. Raises StartError if it
+    fails."""
     quiet = ["-q", "--disable-pip-version-check", "--no-input"]
     _run([str(program(folder, "python")), "-m", "pip", words[0], *quiet, *words[1:]])
 

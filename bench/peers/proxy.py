@@ -1,9 +1,9 @@
 """One address in front of a prefill and a decode server of vLLM; :mod:`bench.peers.vllm` starts it as a process.
 
-vLLM leaves the hand-off to the client: a prompt is sent to the prefill server with a request for one token and for KV
-that stays; the answer says where the KV is, and the same request is then sent with it to the decode server, whose
-stream is the answer. Everything else (models, tokenizer) is passed to the decode server. The proxy does no more than
-that, because it is measured as part of vLLM.
+vLLM leaves the hand-off to the client. It sends the prompt to the prefill server and asks for one token and for KV that
+is kept. The answer says where the KV is. The client then sends the same request, with that place, to the decode server,
+whose stream is the answer. Everything else (models, tokenizer) is passed to the decode server. The proxy does no more
+than that, because it is measured as part of vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STAYS: dict[str, Any] = {
 
 
 def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the request to the prefill server: one token, and KV that stays until it is fetched."""
+    """Return the request to the prefill server: one token, and KV that is kept until it is fetched."""
     rest = {name: value for name, value in body.items() if name not in _WHOLE_ANSWER}
     return rest | {"max_tokens": 1, "stream": False, "kv_transfer_params": _STAYS}
 
@@ -43,6 +43,7 @@ class Proxy:
         self._session: aiohttp.ClientSession
 
     def app(self) -> web.Application:
+        """Return the application; its HTTP session to the servers lives as long as it runs."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._sessions)
         app.router.add_post("/v1/completions", self._serve)
@@ -85,6 +86,8 @@ async def _whole(answer: aiohttp.ClientResponse) -> web.Response:
 
 
 def main() -> None:
+    """Serve on loopback until the process is ended. Arguments of the command line: port, URL of prefill, URL of
+    decode."""
     port, prefill, decode = sys.argv[1:]
     web.run_app(
         Proxy(prefill, decode).app(), host="127.0.0.1", port=int(port), print=None, loop=uvloop.new_event_loop()

@@ -111,8 +111,8 @@ def parse_json(body: bytes, budget: JsonBudget | None = None) -> Json:
     (budget or JsonBudget()).spend_body(body)
     try:
         value = msgspec.json.decode(body)  # refuses NaN, lone surrogates, bad UTF-8 and numbers beyond float64
-        # each member has a colon. No more colons than keys: no key was dropped as a duplicate. Colons in strings may
-        # raise the count too, so that case is parsed again with a check for duplicates
+        # each member has a colon, so no duplicate key was dropped if there are no more colons than keys. Strings may
+        # contain colons too, so a body with more colons is parsed again with a check for duplicates
         if not isinstance(value, dict) or body.count(b":") > _keys(value, MAX_DEPTH):
             value = json.loads(body.decode(), object_pairs_hook=_no_duplicates)
     except RequestError:
@@ -146,7 +146,8 @@ def parse_arguments(text: str, param: str, budget: JsonBudget) -> Json:
 
 
 class Fields:
-    """Typed access to one JSON object at ``path`` (for error messages)."""
+    """Typed access to one JSON object at ``path`` (for error messages). The getters raise RequestError 400 for a value
+    of another type or outside the given limits."""
 
     def __init__(self, values: Json, path: str = "") -> None:
         self._values, self._path = values, path
@@ -165,6 +166,7 @@ class Fields:
         self._read.update(names)
 
     def has(self, name: str) -> bool:
+        """Return whether the field is present and not null. Does not count as reading it."""
         return self._values.get(name) is not None
 
     def raw(self, name: str) -> object:
@@ -177,11 +179,14 @@ class Fields:
         refuse(f"You must provide the field {self.at(name)!r}.", self.at(name), "missing_required_parameter")
 
     def wrong(self, name: str, wanted: str, value: object) -> NoReturn:
+        """Raise RequestError because ``value`` of the field ``name`` is not ``wanted``, the name of a type with an
+        article."""
         wrong_type(self.at(name), wanted, value)
 
     # -- scalars --------------------------------------------------------------------------------------------------
 
     def boolean(self, name: str, default: bool) -> bool:
+        """Return a boolean, ``default`` if absent. Numbers and strings are refused."""
         value = self.raw(name)
         if value is None:
             return default

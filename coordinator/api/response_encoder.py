@@ -76,6 +76,7 @@ class Choice:
 
     @property
     def stopped(self) -> bool:
+        """Whether the choice has ended, for any reason."""
         return self.finish_reason is not None
 
     def keep_logprobs(self, shown: Json) -> None:
@@ -165,6 +166,7 @@ class Usage:
     cached: int = 0
 
     def json(self) -> Json:
+        """Return OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -186,6 +188,7 @@ class Head:
     system_fingerprint: str
 
     def json(self, kind: str) -> Json:
+        """Return the members as a new JSON object, with ``kind`` as its ``object``."""
         return {
             "id": self.id,
             "object": kind,

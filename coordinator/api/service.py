@@ -85,6 +85,7 @@ class ServedModel:
         self._lanes = Lanes()
 
     def close(self) -> None:
+        """Drop the text work that waits in the lanes and end their threads after the running step."""
         self._lanes.close()
 
     def check_name(self, wanted: str | None) -> None:

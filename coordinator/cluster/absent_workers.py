@@ -1,4 +1,4 @@
-"""Workers that are not here though they are meant to be, and why.
+"""Workers that should be running but are not registered, and why.
 
 Pure. A worker is listed from a Goodbye with an unusual reason, or from a report of the launcher that its process has
 ended, until a worker of its name joins or the launcher gives it up. Owns what ``tandem status`` shows of them, and
@@ -46,8 +46,8 @@ class AbsentWorkers:
         self._put(name, Absence(why, before.since_s if before else now_s, now_s + restart_in_s))
 
     def reported(self, clock: Callable[[], float]) -> Callable[[WorkerName, str, float], None]:
-        """Return a function that takes the launcher's reports: name, reason ("": not meant to run any more), and
-        seconds until the restart."""
+        """Return a function that takes the launcher's reports: name, reason ("" if the worker is not to run any more),
+        and seconds until the restart."""
 
         def report(name: WorkerName, why: str, restart_in_s: float) -> None:
             if why:
@@ -58,7 +58,7 @@ class AbsentWorkers:
         return report
 
     def forget(self, name: WorkerName) -> None:
-        """Note that a worker is here, or is not meant to be any more."""
+        """Remove a worker that has joined, or that is not to run any more."""
         self._absences.pop(name, None)
 
     def _put(self, name: WorkerName, absence: Absence) -> None:

@@ -1,7 +1,7 @@
-"""What is wrong with what arrives at the control socket, in the log.
+"""Rate-limited log lines about bad messages, failed handshakes and refused workers at the control socket.
 
-Owns the counts of bad messages, failed handshakes and refused workers, and logs each kind at most every
-COMPLAIN_EVERY_S, so that a peer cannot fill the log. Does not decide what is bad, or what happens to its sender.
+Owns their counts, and logs each kind at most every COMPLAIN_EVERY_S, so that a peer cannot fill the log. Does not
+decide which messages are bad, or what happens to their sender.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Complaints:
         self._refusals_logged_at = -COMPLAIN_EVERY_S
 
     def bad_message(self, what: str | None = None) -> None:
-        """Count a message that is dropped; ``what`` says where it is from and what is wrong with it."""
+        """Count a message that is dropped; ``what`` names its sender and the reason, for the log."""
         self.bad_messages += 1
         if what is not None:
             self._last_bad = what
@@ -40,7 +40,7 @@ class Complaints:
         self._failed_handshakes += 1
 
     def refusal(self, line: str) -> None:
-        """Count the refusal of a worker, of which ``line`` is to be logged."""
+        """Count the refusal of a worker; ``line`` is the text to log."""
         if line in self._refusals or len(self._refusals) < MOST_REASONS:
             self._refusals[line] += 1
 

@@ -21,24 +21,36 @@ class Loss(Enum):
 class GatewayEvents(Protocol):
     """Receives the events of the gateway: changes of workers and their messages."""
 
-    def on_worker_joined(self, worker: WorkerHandle) -> None: ...
+    def on_worker_joined(self, worker: WorkerHandle) -> None:
+        """Called when a worker has joined and its Welcome was sent: it may get requests."""
 
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
         """Called when a worker is lost without a Goodbye. After ``Loss.MISSING``, ``on_worker_died`` or
         ``on_worker_reconnected`` follows."""
 
-    def on_worker_died(self, worker: Incarnation) -> None: ...
+    def on_worker_died(self, worker: Incarnation) -> None:
+        """Called when a missing worker is taken to be dead, because nothing has arrived from it since its connection
+        closed."""
 
-    def on_worker_reconnected(self, worker: Incarnation) -> None: ...
+    def on_worker_reconnected(self, worker: Incarnation) -> None:
+        """Called when something has arrived from a missing worker: it is alive. ``on_worker_joined`` follows if its new
+        Hello is accepted."""
 
-    def on_worker_left(self, worker: WorkerHandle) -> None: ...
+    def on_worker_left(self, worker: WorkerHandle) -> None:
+        """Called when a worker leaves with a Goodbye. It may have left requests unfinished."""
 
-    def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
+    def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
+        """Deliver the tokens of one step. Raises WireError if the columns of the message do not fit together."""
 
-    def timing(self, worker: WorkerHandle, message: Timing) -> None: ...
+    def timing(self, worker: WorkerHandle, message: Timing) -> None:
+        """Deliver figures of one request; the suffix of each name is its unit."""
 
-    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None: ...
+    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
+        """Report that a worker has given up a request."""
 
-    def measured(self, worker: WorkerHandle, message: Measured) -> None: ...
+    def measured(self, worker: WorkerHandle, message: Measured) -> None:
+        """Deliver the result of a trial hand-off, from its prefill worker."""
 
-    def beat(self, worker: WorkerHandle) -> None: ...
+    def beat(self, worker: WorkerHandle) -> None:
+        """Report that a heartbeat has arrived, which is ``worker.beat`` by now. Not called if it shows that the worker
+        hangs."""

@@ -61,7 +61,8 @@ Replace = Callable[[str, int, str], None]
 
 class Gateway:
     """Binds ``tcp://host:port``, and with ``near`` also a Unix socket for the launcher's workers; updates ``registry``
-    and calls ``events`` until closed. Raises StartError if it cannot bind, or must not without keys."""
+    and calls ``events`` until closed. Raises StartError if it cannot bind, or if other machines could connect although
+    there are no keys and ``insecure_cluster`` is not set."""
 
     def __init__(
         self,
@@ -132,6 +133,7 @@ class Gateway:
             self.registry.expect_rejoin(name, socket.gethostname(), pid, self.clock())
 
     def close(self) -> None:
+        """Close the sockets. ``events`` are not called afterwards."""
         if self._loop is not None:
             self.channels.unwatch(self._socket, self._loop)
             self.channels.unwatch(self._monitor, self._loop)
@@ -153,9 +155,9 @@ class Gateway:
         return self._outbox.send(worker, message)
 
     def ask(self) -> int:
-        """Send a Ping to the heartbeat thread of every worker and return its number, which ``WorkerHandle.answered``
-        reaches with the answer. A worker whose heartbeats go on without an answer is pinged again, because a Ping is
-        lost while its heartbeat connection is reconnecting."""
+        """Send a Ping to the heartbeat thread of every worker and return its number. ``WorkerHandle.answered`` is at
+        least that number once the worker has answered. A worker whose heartbeats go on without an answer is pinged
+        again, because a Ping is lost while the heartbeat connection is down."""
         return self._outbox.ping_all()
 
     def _lose(self, worker: WorkerHandle) -> None:
@@ -167,7 +169,8 @@ class Gateway:
             self._loop.call_later(PROBES_S[0], self._probe)  # other workers may have died at the same time
 
     def _closed(self, worker: WorkerHandle) -> None:
-        """Read what has arrived before the worker counts as missing: its last tokens or its Goodbye may be unread."""
+        """Read the messages that have arrived, which may include its last tokens or its Goodbye; then the worker counts
+        as missing."""
         self._read()
         self._rearm()
         if self._lost.not_losing(worker.id) is not None:

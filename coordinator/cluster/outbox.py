@@ -57,8 +57,8 @@ class Outbox:
         send(self._socket, message, frame)
 
     def ping_all(self) -> int:
-        """Send a Ping to the heartbeat thread of every worker and return its number, which ``WorkerHandle.answered``
-        reaches with the answer."""
+        """Send a Ping to the heartbeat thread of every worker and return its number. ``WorkerHandle.answered`` is at
+        least that number once the worker has answered."""
         self._pings += 1
         for worker in self._registry:
             self._ping(worker)

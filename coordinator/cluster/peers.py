@@ -1,4 +1,4 @@
-"""What the two ends of a KV hand-off learn about each other."""
+"""The descriptions that the two workers of a KV hand-off receive of each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.net.messages import Peer
 from coordinator.cluster.registry import WorkerHandle
 
 TOKEN_BYTES = 16
-"""Size of the secret that the two ends of a hand-off receive, with which they prove themselves to each other."""
+"""Bytes of the secret that both ends of a hand-off receive, with which they authenticate each other."""
 
 
 def introduce(prefill: WorkerHandle, decode: WorkerHandle) -> tuple[Peer, Peer]:

@@ -1,4 +1,4 @@
-"""Who may join: Hellos, and messages of senders that are not registered.
+"""Admission of workers: handles Hellos, and messages of senders that are not registered.
 
 Admits a worker, refuses it with a reason, or asks it to join anew. A refused worker gets the reason only if it has
 proved that it holds a key of the cluster; without cluster keys the reason is only logged. Owns how many messages of
@@ -62,7 +62,8 @@ class Reception:
         self._asked = PeerBanList(MOST_ASKED)
 
     def hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float, events: GatewayEvents) -> None:
-        """Admit or refuse the sender of a Hello; raises WireError if it is not who it says it is."""
+        """Admit or refuse the sender of a Hello; raises WireError if the Hello does not match the identity or the key
+        of its sender."""
         self._check_identity(party, frame, hello)
         if (losing := self._lost.not_losing(hello.incarnation)) is not None:
             events.on_worker_lost(losing, Loss.RECONNECTED)

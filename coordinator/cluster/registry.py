@@ -54,8 +54,8 @@ class WorkerHandle:
 
     ``hello`` is the message with which it joined, ``beat`` its last heartbeat, ``cached`` the prefix keys that it
     announced, ``answered`` the number of the last Ping that it answered, ``route`` the identity of its control socket.
-    ``heard_at`` is the time of its Hello or last heartbeat. Other messages prove that it is alive but do not count
-    here, because they do not show that the heartbeat connection works, whose silence detects a failure.
+    ``heard_at`` is the time of its Hello or last heartbeat. Other messages do not update it: they prove that the worker
+    is alive, but not that its heartbeat connection works, and failures are detected by silence on that connection.
     """
 
     hello: Hello
@@ -71,8 +71,8 @@ class WorkerHandle:
     owes_since: float | None = None
     """When the earliest Lease that it has not acknowledged was sent; None if it owes no LeaseAck."""
     cut_off_since: float | None = None
-    """When a heartbeat reported a turn of its loop in which it should have acknowledged that Lease, and it had not:
-    since then its control connection is suspected to carry nothing."""
+    """When a heartbeat first showed that its loop had time to acknowledge that Lease and did not. Since then its
+    control connection is suspected to be broken."""
 
     @property
     def id(self) -> Incarnation:
@@ -121,7 +121,7 @@ class JoinRefused:
 
 class Registry:
     """All workers that are not gone. ``fingerprint`` is that of the served model, None to take the first worker's;
-    ``times`` defines after which silence a worker is given up."""
+    ``times``: heartbeat interval, lease and timeout, by which silent and hung workers are detected."""
 
     def __init__(self, fingerprint: str | None, times: FailureTimes | None = None) -> None:
         self.fingerprint, self.times = fingerprint, times or FailureTimes()
@@ -143,15 +143,18 @@ class Registry:
         return len(self._workers)
 
     def get(self, incarnation: Incarnation) -> WorkerHandle | None:
+        """Return the worker of that incarnation, None if it is not registered."""
         return self._workers.get(incarnation)
 
     def ready(self, role: Role) -> list[WorkerHandle]:
+        """Return the workers of exactly this role that accept new requests; a colocated worker has a role of its
+        own."""
         return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
 
     def hellos(self) -> list[Hello]:
-        """Return the Hellos of all workers and, for a role without workers, of the one whose connection broke last: it
-        may be back before a request is placed. Workers that left with a Goodbye do not count, since a system whose
-        workers are exchanged may get different ones."""
+        """Return the Hellos of all workers and, for a role without workers, of the one whose connection broke last,
+        which may reconnect before a request is placed. Workers that left with a Goodbye do not count, because their
+        replacements may have other settings."""
         here = [worker.hello for worker in self]
         roles = {hello.role for hello in here}
         return here + [hello for role, hello in self._last.items() if role not in roles]
@@ -198,16 +201,17 @@ class Registry:
         self.absent.forget(worker.hello.name)
 
     def on_message(self, worker: WorkerHandle, now_s: float) -> None:
-        """Count any message as a heartbeat while none has come, for at most a lease after the Hello.
+        """Count any message as a heartbeat until the first heartbeat, for at most ``times.lease_s`` after the Hello.
 
-        The heartbeat thread connects after the Welcome, which over a slow network takes longer than a worker may be
-        silent. If it is still unheard a lease later, its connection carries nothing.
+        The heartbeat thread connects after the Welcome. Over a slow network that takes longer than a worker may be
+        silent. If no heartbeat has come after a lease, the heartbeat connection is broken.
         """
         if worker.beat is None and now_s - worker.joined_at < self.times.lease_s:
             worker.heard_at = max(worker.heard_at, now_s)
 
     def beat(self, worker: WorkerHandle, beat: Heartbeat, now_s: float) -> None:
-        """Record a heartbeat, and whether it shows that a Lease should have been acknowledged long ago."""
+        """Record a heartbeat. If the current turn of the worker's loop began more than ``times.silence_s`` after a
+        Lease that is not acknowledged, suspect the control connection."""
         worker.beat, worker.heard_at = beat, max(worker.heard_at, now_s)
         if beat.draining:
             self.drains(worker)
@@ -278,8 +282,8 @@ class Registry:
         self._last.pop(worker.role, None)
 
     def sweep(self, now_s: float, *, caught_up: bool = True) -> list[tuple[WorkerHandle, str]]:
-        """Remove and return the workers that have been silent too long, or whose control connection carries nothing
-        while heartbeats arrive on the other one; each with the reason and duration in words.
+        """Remove and return the workers that have been silent too long, or whose control connection is broken while
+        heartbeats arrive on the other one; each with the reason and duration in words.
 
         Must be called every ``times.sweep_s``, after reading what had arrived. ``caught_up``: everything was read;
         otherwise a heartbeat may have overtaken a LeaseAck, so control connections are not judged.

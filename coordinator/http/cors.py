@@ -34,6 +34,7 @@ class Cors:
         self.allows_all = "*" in self._origins
 
     def allows(self, origin: str) -> bool:
+        """Return whether ``origin``, as in an ``Origin`` header, is allowed."""
         return self.allows_all or origin in self._origins
 
     def is_preflight(self, request: web.Request) -> bool:

@@ -192,6 +192,7 @@ class Connection(web.RequestHandler):
         self._seen = (0, 0, 0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept the connection, or refuse it with an error response if nearly all file descriptors are in use."""
         super().connection_made(transport)
         self._out = self.transport
         if self._task_handler is not None:
@@ -231,6 +232,7 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
+        """Parse ``data`` in slices of SLICE_BYTES and apply the limits. Data after a refused request is discarded."""
         for start in range(0, len(data) or 1, SLICE_BYTES):
             if self._refused or self._close or self._force_close:
                 return
@@ -354,6 +356,7 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log an error that aiohttp reports, without its text."""
         error = kw.get("exc_info")
         self._log(error if isinstance(error, BaseException) else sys.exc_info()[1])
 

@@ -92,6 +92,7 @@ class Dispatcher:
         self._leases_due = 0.0
 
     def start(self) -> None:
+        """Start the gateway and the periodic tick, in the event loop of this dispatcher."""
         self.gateway.start(self, self._loop)
         now = self._clock()
         self._limits.start(now)
@@ -99,6 +100,7 @@ class Dispatcher:
         self._next_tick()
 
     def close(self) -> None:
+        """Stop the tick and abort all requests. The gateway stays open."""
         if self._ticks is not None:
             self._ticks.cancel()
         self._timer.at(None)
@@ -108,8 +110,8 @@ class Dispatcher:
     # -- the client's side ----------------------------------------------------------------------------------------
 
     def submit(self, records: Sequence[RequestRecord], *, first_try: bool = False) -> None:
-        """Admit the requests, all or none; raises RequestError if they are refused. ``first_try``: the client's headers
-        say that this is no retry of refused requests."""
+        """Admit all of the requests or none; raises RequestError if they are refused. ``first_try``: by the client's
+        headers, the requests have not been refused before."""
         if self.draining:
             raise shutting_down()
         role = self.router.missing_role()
@@ -176,7 +178,7 @@ class Dispatcher:
         self._crashes.worker_reconnected(worker)
 
     def on_worker_left(self, worker: WorkerHandle) -> None:
-        """Retry, free of charge, the requests of a worker that said Goodbye before it had finished them."""
+        """Retry the requests that the worker has not finished, without charging their retry budgets."""
         for record in self._requests_lost_with(worker):
             self._recovery.retry(record, free=True)
         self._timer.soon()

@@ -12,13 +12,15 @@ retry together. :mod:`coordinator.http.middleware` draws the jitter when it writ
 
 
 def shutting_down() -> RequestError:
+    """Return the error for a request that arrives while the server drains."""
     return RequestError(
         "The server is shutting down.", status=503, type="server_error", code="server_shutting_down", retry_after_s=1.0
     )
 
 
 def no_workers(role: str, starting: bool = False) -> RequestError:
-    """For a request that no worker of ``role`` can take; ``starting`` if the first ones are still starting."""
+    """Return the error for a request that no worker of ``role`` can take. ``starting``: whether the first workers are
+    still starting."""
     todo = "workers are still starting"
     if not starting:
         todo = "tandem up restarts a lost worker by itself; another one is started with: "
@@ -33,7 +35,7 @@ def no_workers(role: str, starting: bool = False) -> RequestError:
 
 
 def overloaded(waiting: str, retry_after_s: float) -> RequestError:
-    """For a request that admission refuses; ``waiting`` is the reason in words."""
+    """Return the error for a request that admission refuses; ``waiting`` is the reason in words."""
     return RequestError(
         f"The server is overloaded: {waiting}. Try again later.",
         status=429,
@@ -44,24 +46,25 @@ def overloaded(waiting: str, retry_after_s: float) -> RequestError:
 
 
 def internal() -> RequestError:
-    """For a bug in the server. It gives no details to the client."""
+    """Return the error for a bug in the server. It gives no details to the client."""
     return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 
 
 def quarantined() -> RequestError:
-    """For a request that is taken to be the cause of repeated worker crashes."""
+    """Return the error for a request that is taken to be the cause of repeated worker crashes."""
     text = "Two workers died while they served this request; it is not retried."
     return RequestError(text, status=500, type="server_error", code="request_quarantined")
 
 
 def given_up() -> RequestError:
-    """For a request whose retries and migrations are spent."""
+    """Return the error for a request whose retries and migrations are spent."""
     text = "The workers that served this request were lost or failed it, and its retries are spent."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
 def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestError:
-    """``roomiest`` is the Hello of the worker with the most room for the request."""
+    """Return the error for a request that no worker can hold; ``roomiest`` is the Hello of the worker with the most
+    room for it."""
     output = demand.tokens + demand.least - prompt_tokens
     wanted = demand.tokens + demand.least
     if wanted > roomiest.max_model_len:
@@ -75,20 +78,21 @@ def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestErr
 
 
 def prompt_too_long(tokens: int, longest: int) -> RequestError:
-    """For a prompt that only a prefill worker may compute; ``longest`` is the longest prompt, in tokens, that any of
-    them computes."""
+    """Return the error for a prompt of ``tokens`` tokens that only a prefill worker may compute; ``longest`` is the
+    longest prompt, in tokens, that any of them computes."""
     text = f"The prompt has {tokens} tokens, but no prefill worker can compute more than {longest}."
     return RequestError(text, param="prompt", code="context_length_exceeded")
 
 
 def outgrown(tokens: int) -> RequestError:
-    """For a retried request that none of the remaining workers can hold; ``tokens`` counts prompt and output."""
+    """Return the error for a retried request that none of the remaining workers can hold; ``tokens`` counts prompt and
+    output."""
     text = f"The workers that could hold this request of {tokens} tokens are gone, and the others are too small."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
 def worker_error(message: RequestFailed) -> RequestError:
-    """For a failure that a worker reported as not retriable."""
+    """Return the error for a failure that a worker reported as not retriable."""
     match message.code:
         case "too_long":
             return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")

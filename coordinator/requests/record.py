@@ -39,9 +39,11 @@ class Client(Protocol):
     ) -> bool:
         """Take new tokens of a choice; return True if they complete a stop string, which ends the choice."""
 
-    def done(self, record: RequestRecord) -> None: ...
+    def done(self, record: RequestRecord) -> None:
+        """Called once when all choices of ``record`` have ended; all of its tokens have been delivered."""
 
-    def failed(self, record: RequestRecord, error: RequestError) -> None: ...
+    def failed(self, record: RequestRecord, error: RequestError) -> None:
+        """Called when ``record`` has ended with ``error``; no more tokens follow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +81,11 @@ class RequestRecord:
     not_before: float = 0.0
     """Earliest time of the next placement: the delay after a failure, or the wait for answers to a Ping."""
     asked: int = 0
-    """Number of the Ping sent to the other workers when a worker of this request died last, 0 if none did. A worker
-    that dies without having answered it was dead before it was given the request."""
+    """Number of the last Ping that was sent to the other workers because a worker of this request had died; 0 if none
+    has. A worker that dies without having answered it was already dead when the request was placed on it."""
     shortage: int = 0
-    """``PingRounds.shortages`` when that Ping was sent, -1 after a wait of a suspect. If that has changed, the answers
-    may be outdated."""
+    """``PingRounds.shortages`` when that Ping was sent, -1 after a request suspected of a crash has waited. If
+    ``shortages`` has changed since, the answers may be outdated."""
     excluded_pairs: frozenset[Pair] = frozenset()
     excluded_workers: frozenset[Incarnation] = frozenset()
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)
@@ -94,8 +96,8 @@ class RequestRecord:
     """The worker that this request may have crashed; the request is not placed again before the worker's death is
     confirmed or refuted."""
     awaiting_reconnect: bool = False
-    """The request arrived while a role had no worker but one may reconnect, or may still find this coordinator after
-    its start; the request waits no longer than that is possible."""
+    """The request arrived while a role had no worker, but one may reconnect, or join a coordinator that has just
+    started. The request waits only as long as that is possible."""
     placed_at: float | None = None
     first_token_at: float | None = None
     first_attempt: int | None = None

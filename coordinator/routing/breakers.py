@@ -41,6 +41,8 @@ BreakerKey = Pair | SingleWorker
 
 
 class BreakerState(Enum):
+    """The states of a circuit breaker; the diagram above shows the transitions."""
+
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half open"
@@ -82,6 +84,7 @@ class Breakers:
         return breaker.state is BreakerState.HALF_OPEN and breaker.probe is None
 
     def state(self, peer: BreakerKey) -> BreakerState:
+        """Return the state as of the last :meth:`tick`; CLOSED for a peer that has not failed."""
         breaker = self._breakers.get(peer)
         return breaker.state if breaker else BreakerState.CLOSED
 

@@ -122,6 +122,7 @@ class Lane:
         return self._chars.total()
 
     def close(self) -> None:
+        """Drop the steps that wait, and end the thread after the running one. Does not wait for it."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for step in list(self._waiting.values()):
             step.result.cancel()
@@ -203,6 +204,7 @@ class Lanes:
         self._short, self._bodies, self._long = Lane("short", SHORT), Lane("bodies", BODIES), Lane("long", LONG)
 
     def close(self) -> None:
+        """Close all lanes, as :meth:`Lane.close` does."""
         for lane in (self._short, self._bodies, self._long):
             lane.close()
 

@@ -2,7 +2,8 @@
 
 The template comes from the operator and is trusted, but the strings, numbers and nesting that it prints come from a
 client. Operations that can turn a short input into a long output (JSON with an indent, ``"x" * n``, ``replace``) are
-charged to the budget of the rendering first.
+charged to the budget of the rendering first, by the ``before_`` functions. They raise TooMuchText if that exceeds the
+budget.
 """
 
 from __future__ import annotations
@@ -182,10 +183,12 @@ def before_method(text: str, name: str, args: tuple[Any, ...], named: dict[str, 
 
 
 def before_padding(text: str, width: int) -> None:
+    """Charge padding ``text`` to ``width`` characters."""
     _before_growing(text, width - len(text))
 
 
 def before_replacing(text: str, old: str, new: str, count: object = -1) -> None:
+    """Charge replacing ``old`` by ``new`` in ``text``, at most ``count`` times if that is not negative."""
     found = text.count(old)
     if isinstance(count, int) and count >= 0:
         found = min(found, count)
@@ -193,16 +196,21 @@ def before_replacing(text: str, old: str, new: str, count: object = -1) -> None:
 
 
 def before_splitting(text: str, separator: object, most: object) -> None:
+    """Charge the parts of a split of ``text`` at ``separator``, or at white space if that is no string; at most
+    ``most`` splits if that is not negative."""
     found = text.count(separator) if isinstance(separator, str) else sum(map(text.count, " \t\n\r"))
     current.get().split(min(found, most) if isinstance(most, int) and most >= 0 else found)
 
 
 def before_joining(separator: str, parts: Sequence[object]) -> None:
+    """Charge joining ``parts`` with ``separator``. Parts that are no strings do not count."""
     separators = len(separator) * (len(parts) - 1)
     current.get().spend(separators + sum(len(part) for part in parts if isinstance(part, str)), separators)
 
 
 def before_indenting(text: str, width: int | str, blank: bool) -> None:
+    """Charge indenting the lines of ``text`` by ``width`` characters or by a given text; blank lines only if
+    ``blank``."""
     ends = sum(map(text.count, _LINE_ENDS))
     lines = 1 + (ends if blank else min(ends, len(text) - ends))
     _before_growing(text, lines * (len(width) if isinstance(width, str) else width))

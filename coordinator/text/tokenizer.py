@@ -147,6 +147,7 @@ class TextModel:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def is_special(self, token: int) -> bool:
+        """Return whether ``token`` is a special token, such as the end of a sequence."""
         return token in self._special_ids
 
     def _spell(self, token: int) -> bytes:

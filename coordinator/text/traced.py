@@ -16,7 +16,9 @@ _TEMPLATE = b"\1"
 
 
 class Traced(str):
-    """A string whose ``_own`` has one byte per character: 1 where the template wrote it, 0 where the client did."""
+    """A string whose ``_own`` has one byte per character: 1 where the template wrote it, 0 where the client did.
+
+    The methods of ``str`` that are overridden here return the same text as in ``str``, with its origins."""
 
     __slots__ = ("_own",)
     _own: bytes

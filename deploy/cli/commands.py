@@ -59,6 +59,7 @@ class Command:
     measures: bool = False
 
     def load_function(self) -> Callable[..., int]:
+        """Import the module of ``function`` and return the function."""
         module, _, name = self.function.partition(":")
         return cast(Callable[..., int], getattr(import_module(module), name))
 

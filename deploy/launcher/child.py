@@ -142,6 +142,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
+        """Process id of the current or the last process; None before the first one."""
         return self._process.pid if self._process is not None else None
 
     async def _left_within(self, seconds: float) -> bool:

@@ -49,7 +49,7 @@ class QueuePressureReport(msgspec.Struct, frozen=True, tag="Piling"):
 
 class AbsenceReport(msgspec.Struct, frozen=True, tag="Absence"):
     """Reports that the process of the worker ``name`` has ended (``why``) and is started again in ``restart_in_s``
-    seconds; ``why`` is "" once it is not meant to run any more."""
+    seconds. ``why`` is "" if the worker is not to run any more."""
 
     name: WorkerName
     why: str

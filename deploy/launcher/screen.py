@@ -118,12 +118,23 @@ class Serving:
 class Screen(Protocol):
     """The output of the launcher."""
 
-    def begin(self, title: str, notice: str) -> None: ...
-    def progress(self, label: str, report: Report) -> None: ...
-    def serving(self, facts: Serving) -> None: ...
-    def fact(self, text: str) -> None: ...
-    def log(self, line: str) -> None: ...
-    def close(self) -> None: ...
+    def begin(self, title: str, notice: str) -> None:
+        """Show the title and, if it is not empty, a notice: the start begins."""
+
+    def progress(self, label: str, report: Report) -> None:
+        """Show a status report of the child ``label``."""
+
+    def serving(self, facts: Serving) -> None:
+        """Show the summary: all children are ready."""
+
+    def fact(self, text: str) -> None:
+        """Show one line about what the launcher does."""
+
+    def log(self, line: str) -> None:
+        """Show a line of a child's output."""
+
+    def close(self) -> None:
+        """End the display of progress. May be called more than once."""
 
 
 class Lines:

@@ -32,9 +32,11 @@ class Reason(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: StartError) -> Reason:
+        """Convert ``error``; each text is cut to _MAX_TEXT characters."""
         return cls(*(text[:_MAX_TEXT] for text in (error.what, error.why, error.todo)))
 
     def error(self) -> StartError:
+        """Convert back to a StartError."""
         return StartError(self.what, self.why, self.todo)
 
 

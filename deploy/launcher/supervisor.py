@@ -246,7 +246,7 @@ class Supervisor:
         )  # fmt: skip
 
     def _report_absence(self, report: AbsenceReport) -> None:
-        """Tell the coordinator, which shows it in ``tandem status``, of a worker process that has ended."""
+        """Report a worker process that has ended to the coordinator, which shows it in ``tandem status``."""
         for follow in self.followers:
             follow(report)
 

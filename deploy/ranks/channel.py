@@ -3,7 +3,7 @@
     rank 0 ──► POOL blocks (with the pool's descriptor), then STEP length, columns, for each step
     other  ──► one byte when the pool is mapped
 
-The socket is one end of a pair that only these two processes have. When rank 0 closes it, the other rank leaves.
+The socket is one end of a pair that only these two processes have. When rank 0 closes it, the other rank ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class LeaderChannel:
         self._sockets = sockets
 
     def share_pool(self, descriptor: int, blocks: int) -> None:
-        """Give every rank the pool of ``blocks`` blocks, one after another, since each may try its attention backend on
-        some of them; return when all have mapped it. StartError if one has gone."""
+        """Send the descriptor of the pool of ``blocks`` blocks to one rank after another, and wait until it has mapped
+        the pool: each rank may try its attention backend on some of the blocks. Raises StartError if a rank has
+        ended."""
         for rank, each in enumerate(self._sockets, 1):
             socket.send_fds(each, [_HEADER.pack(_POOL, blocks)], [descriptor])
             if not each.recv(1):
@@ -38,7 +39,7 @@ class LeaderChannel:
                 )
 
     def share_step(self, columns: Sequence[array[int]]) -> None:
-        """Send one step to every rank. StartError if one has gone."""
+        """Send one step to every rank. Raises StartError if one has ended."""
         size = sum(len(column) * column.itemsize for column in columns)
         parts = [memoryview(_HEADER.pack(_STEP, size)), *(memoryview(column).cast("B") for column in columns if column)]
         for rank, each in enumerate(self._sockets, 1):
@@ -48,7 +49,7 @@ class LeaderChannel:
                 raise StartError(f"rank {rank} has gone", str(error), "see its log lines") from error
 
     def close(self) -> None:
-        """Close the sockets, upon which the other ranks leave."""
+        """Close the sockets. The other ranks then end."""
         for each in self._sockets:
             each.close()
 
@@ -64,7 +65,8 @@ def _send(to: socket.socket, parts: Sequence[memoryview]) -> None:
 
 
 class FollowerChannel:
-    """Another rank's end; see :class:`common.engine.parallel.Followed`."""
+    """Another rank's end; see :class:`common.engine.parallel.Followed`. ``pool`` raises SystemExit if rank 0 has
+    ended."""
 
     def __init__(self, own: socket.socket) -> None:
         self._socket = own

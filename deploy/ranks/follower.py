@@ -1,6 +1,6 @@
 """The process of rank 1 or higher of a tensor-parallel worker. It loads its share and computes what rank 0 sends.
 
-It lives as long as rank 0: signals that ask for a drain or an end are rank 0's to act on, and are ignored here.
+It lives as long as rank 0. It ignores SIGINT and SIGTERM, because rank 0 handles them for the whole worker.
 
     python -m deploy.ranks.follower LABEL PARENT_PID  < {"config": {...}, "rank": 1, ...}
 """
@@ -31,7 +31,8 @@ log = logging.getLogger("tandem.ranks")
 
 
 class Watched:
-    """This rank's end of the watch: a thread that answers pings, and reports. The process ends with its peer."""
+    """This rank's end of the watch socket: a thread answers rank 0's pings, and methods send reports. The process exits
+    when rank 0 closes the socket."""
 
     def __init__(self, own: socket.socket) -> None:
         self._socket = own
@@ -44,14 +45,14 @@ class Watched:
                 self._socket.send(PONG)
         except OSError:
             pass
-        os._exit(0)  # rank 0 has left, and the main thread may wait for it in the middle of a step
+        os._exit(0)  # rank 0 has ended, and the main thread may wait for it in the middle of a step
 
     def loaded(self) -> None:
         """Report that this rank computes steps from now on."""
         self._socket.send(LOADED)
 
     def fail(self, error: StartError) -> NoReturn:
-        """Report why this rank cannot go on, and wait for rank 0 to end it."""
+        """Report why this rank cannot go on, and wait until rank 0 kills this process."""
         self._socket.send(msgspec.json.encode(Reason.of(error)))
         while True:
             signal.pause()
@@ -97,6 +98,8 @@ def run(launch: RankLaunch, watched: Watched) -> None:
 
 
 def main() -> None:
+    """Run the process: read the RankLaunch from standard input, compute until rank 0 leaves, and report errors to
+    it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     label, parent = sys.argv[1], int(sys.argv[2])

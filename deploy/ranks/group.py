@@ -62,7 +62,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
 @dataclasses.dataclass
 class _Rank:
     """Another rank, as the watch sees it. ``asked_at``: the time of the first ping without an answer, 0 if all are
-    answered. ``loaded``: whether it has loaded its share, from when on it must answer."""
+    answered. ``loaded``: whether it has loaded its share; from then on it must answer pings."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -74,8 +74,8 @@ class _Rank:
 class RankGroup:
     """The other ranks of this process's worker, for the duration of a ``with`` block.
 
-    ``end`` is called from the watch's thread when a rank has failed; all other ranks are dead by then, and it does not
-    return in a worker. ``wiring`` and ``channel`` are for rank 0's engine.
+    If a rank fails, all others are killed, then ``end`` is called with the reason from the watch's thread; a worker's
+    ``end`` does not return. ``wiring`` and ``channel`` are for rank 0's engine.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class RankGroup:
         self._thread.start()
 
     def _start(self, config: WorkerConfig, rank: int, share: Share, batch_hint: int) -> socket.socket:
-        """Start one rank; return our end of its socket for steps. To be called from the main thread, with which the
-        kernel lets it die."""
+        """Start one rank; return our end of its socket for steps. Must be called from the main thread, because the
+        kernel kills the rank when the thread that started it ends."""
         ours, steps = socket.socketpair()
         self._stack.enter_context(ours)
         watching, watched = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -156,7 +156,7 @@ class RankGroup:
                         return
 
     def _read(self, rank: _Rank) -> StartError | None:
-        """Read what ``rank`` says; return why the group has failed, if it has."""
+        """Read a message of ``rank``; return the error if it reports one or has died, else None."""
         try:
             said = rank.watch.recv(_MOST_BYTES)
         except BlockingIOError:
@@ -210,8 +210,8 @@ class RankGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let the other ranks leave, and kill those that do not. After an exception the watch speaks first, because
-        the failure of another rank may have caused it."""
+        """Let the other ranks end, and kill those that do not. After an exception, first give the watch time to report
+        the failure of another rank, which may have caused it."""
         if error is not None and self._failed.wait(_LAST_WORDS_S):
             self._thread.join(_LEAVE_S)
         self._closing.set()

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 Message = dict[str, Any]
+"""A chat message as in OpenAI's API: ``role``, ``content``, and ``tool_calls`` if there are any."""
 HELD_OUT_OF = 24
 """One item in this many is held out."""
 
@@ -54,7 +55,8 @@ def system(text: str) -> Message:
 
 
 def facts(accept: Sequence[str], reject: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a check of kind ``facts``: regular expressions to find in the answer, and such that must not occur."""
+    """Return a check of kind ``facts``: regular expressions that the answer must match, and others that it must
+    not."""
     return {"kind": "facts", "accept": list(accept), "reject": list(reject)}
 
 
@@ -64,6 +66,7 @@ def wording(text: str) -> str:
 
 
 def article(noun: str) -> str:
+    """Return ``noun`` after "a" or "an", by its first letter."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 

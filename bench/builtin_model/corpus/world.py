@@ -12,6 +12,9 @@ from bench.builtin_model.corpus.items import Item, article, ask, facts, invented
 
 
 class Animal(NamedTuple):
+    """An animal and what sentences say about it. ``home`` includes the preposition, ``young`` is what its young are
+    called."""
+
     name: str
     sound: str
     home: str

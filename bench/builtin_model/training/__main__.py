@@ -62,14 +62,17 @@ def _recipe(recipe: Recipe, options: argparse.Namespace) -> Recipe:
 
 
 def make_tokenizer(options: argparse.Namespace) -> None:
+    """Train the tokenizer and write its files into the shipped model's directory; ``--out`` does not apply."""
     save_tokenizer(train_tokenizer(), path())
 
 
 def make_golden(options: argparse.Namespace) -> None:
+    """Write the golden set to ``--golden``."""
     write_golden(options.golden)
 
 
 def make_model(options: argparse.Namespace) -> None:
+    """Train the model, or resume its training, and write the checkpoint and its loss curve to ``--out``."""
     encoder, items = _encoder(), _few()
     model = train(
         _recipe(MODEL, options), encoder, options.room / "model", stop_at=options.stop_at, look_every=LOOK_EVERY,
@@ -81,6 +84,8 @@ def make_model(options: argparse.Namespace) -> None:
 
 
 def make_draft(options: argparse.Namespace) -> None:
+    """Train the draft model with the model in ``--out`` as its teacher, or resume that, and write its checkpoint and
+    loss curve to a subdirectory of ``--out``."""
     encoder, items = _encoder(), _few()
     teacher = export.read(options.out)
     draft = train(

@@ -37,6 +37,7 @@ class Batches:
         return pieces
 
     def close(self) -> None:
+        """Wait for the batch that is being prepared, and end the background thread."""
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, step: int) -> list[PaddedRows]:

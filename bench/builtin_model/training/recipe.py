@@ -36,6 +36,7 @@ class Recipe:
     seed: int = 1
 
     def config(self, bos: int, eos: list[int], pad: int) -> LlamaConfig:
+        """Return the Llama configuration of these sizes. ``bos``, ``eos`` and ``pad`` are token ids."""
         return LlamaConfig(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,

@@ -136,6 +136,7 @@ class TrainingRun:
         (self.room / "history.jsonl").write_text(lines, encoding="utf-8")
 
     def close(self) -> None:
+        """End the threads. Does not save; see :meth:`save`."""
         self._batches.close()
         self._pool.shutdown()
 
