@@ -83,16 +83,16 @@ def resumed(save: Path, of: dict[str, Any]) -> Found:
         rows = [of_json(each) for each in kept["rows"]]
         parts, date, broken = dict(kept["parts"]), str(kept["date"]), dict(kept["broken"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StartError(f"cannot go on with {save}", reason(error), "leave --resume out") from error
+        raise StartError(f"cannot resume {save}", reason(error), "leave --resume out") from error
     if not results.comparable(kept):
         raise StartError(
-            f"cannot go on with {save}",
-            "its figures are of another machine or of other sources, or what is here is not committed",
+            f"cannot resume {save}",
+            "it was measured on another machine or from other sources, or there are uncommitted changes",
             "leave --resume out",
         )
     if other := [f"{name} {kept.get(name)!r}, not {value!r}" for name, value in of.items() if kept.get(name) != value]:
-        why = f"its figures are of {' and of '.join(other)}"
-        raise StartError(f"cannot go on with {save}", why, "leave --resume out, or give the same options")
+        why = f"its run had {' and '.join(other)}"
+        raise StartError(f"cannot resume {save}", why, "leave --resume out, or give the same options")
     before = {name for names in parts.values() for name in names}
     if new := [name for name in GOALS if name in {row.goal for row in rows} - before]:
         parts[date] = new
@@ -168,5 +168,5 @@ def _output(config: BenchGoalsConfig, *, whole: bool) -> Path | None:
         LOCAL.parent.mkdir(parents=True, exist_ok=True)
         return LOCAL
     if config.resume:
-        raise StartError("cannot go on", "there is no file whose figures to go on with", "name it with --save")
+        raise StartError("cannot resume a run", "no file with its figures is named", "name it with --save")
     return None

@@ -70,9 +70,9 @@ def resumed(save: Path, of: dict[str, Any]) -> dict[str, Outcome]:
         kept = json.loads(save.read_text(encoding="utf-8"))
         stages = {name: Outcome.of_json(each) for name, each in kept["stages"].items()}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StartError(f"cannot go on with {save}", reason(error), "leave --resume out") from error
+        raise StartError(f"cannot resume {save}", reason(error), "leave --resume out") from error
     if other := [f"{key} {kept.get(key)!r}, not {value!r}" for key, value in of.items() if kept.get(key) != value]:
-        raise StartError(f"cannot go on with {save}", f"it is of {' and of '.join(other)}", "leave --resume out")
+        raise StartError(f"cannot resume {save}", f"its run had {' and '.join(other)}", "leave --resume out")
     return stages
 
 

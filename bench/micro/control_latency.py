@@ -265,7 +265,8 @@ async def until_done(cluster: Cluster, children: Iterable[SpawnProcess]) -> None
         if died.is_set():
             raise RuntimeError("a process of the measurement has died; its output is above")
         if cluster.stalls >= STALLS:
-            raise StartError("cannot measure beside KV", f"{STALLS} times no hand-off ended within {TRIAL_S:g} s", "")
+            why = f"no hand-off ended within {TRIAL_S:g} s, {STALLS} times"
+            raise StartError("cannot measure while KV streams", why, "")
     finally:
         for sentinel in sentinels:
             loop.remove_reader(sentinel)

@@ -90,7 +90,7 @@ def _run(words: Sequence[str]) -> None:
     done = subprocess.run(words)
     if done.returncode:
         what = f"{Path(words[0]).name} failed with exit code {done.returncode}"
-        raise StartError(what, f"the command was: {' '.join(words)}", "see its output above; a second call goes on")
+        raise StartError(what, f"the command was: {' '.join(words)}", "see its output above; another call continues")
 
 
 def run(config: BenchInstallPeersConfig) -> int:

@@ -35,7 +35,7 @@ class LeaderChannel:
             socket.send_fds(each, [_HEADER.pack(_POOL, blocks)], [descriptor])
             if not each.recv(1):
                 raise StartError(
-                    f"rank {rank} has gone", "it left before it had mapped the KV pool", "see its log lines"
+                    f"rank {rank} has exited", "it ended before it had mapped the KV pool", "see its log lines"
                 )
 
     def share_step(self, columns: Sequence[array[int]]) -> None:
@@ -46,7 +46,7 @@ class LeaderChannel:
             try:
                 _send(each, parts)
             except OSError as error:
-                raise StartError(f"rank {rank} has gone", str(error), "see its log lines") from error
+                raise StartError(f"rank {rank} has exited", str(error), "see its log lines") from error
 
     def close(self) -> None:
         """Close the sockets. The other ranks then end."""

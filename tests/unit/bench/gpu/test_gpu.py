@@ -77,7 +77,7 @@ def test_resuming_runs_failed_and_missing_stages_only(tmp_path: Path, monkeypatc
 
 def test_a_run_of_another_card_is_not_resumed(tmp_path: Path) -> None:
     (save := tmp_path / "gpu.json").write_text(json.dumps({"card": "another", "dry": False, "stages": {}}))
-    with pytest.raises(StartError, match="cannot go on"):
+    with pytest.raises(StartError, match="cannot resume"):
         command.run(BenchGpuConfig(dry=True, save=str(save), resume=True, checkpoints=str(tmp_path)))
 
 
