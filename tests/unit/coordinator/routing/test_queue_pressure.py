@@ -6,6 +6,7 @@ import pytest
 
 from common.config.up import UpConfig
 from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, QueuePressure
+from deploy.launcher import fleet as planning
 from deploy.launcher import supervisor as up
 from deploy.launcher.screen import Lines
 from tests.unit.coordinator.routing.test_router import cluster
@@ -32,13 +33,13 @@ def test_the_longest_queue_of_prefill_counts() -> None:
 
 
 async def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "machine", lambda config: ([0, 1], None))
+    monkeypatch.setattr(planning, "machine", lambda config: ([0, 1], None))
     config = UpConfig(model="m", lend_cores=False)
-    fleet = up.plan(config)
+    fleet = planning.plan(config)
     supervisor = up.Supervisor(config, fleet, Lines())
     where: list[tuple[str | int, ...]] = []
     monkeypatch.setattr(up.ChildProcess, "bind", lambda child, to, at_once: where.append((child.label, at_once, *to)))
-    supervisor._children = supervisor._make_children()
+    supervisor._prepare()
     for deep in (True, False):
         supervisor.place_coordinator(deep)
     assert where == [("coordinator", True, core) for core in (0, 1, 0)]

@@ -18,8 +18,8 @@ from common.core.ids import WorkerName
 from deploy.launcher import cores, process
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.ipc import AbsenceReport, Pools, SupervisorIPC, serve
+from deploy.launcher.scaling import leaves_first
 from deploy.launcher.screen import Lines
-from deploy.launcher.supervisor import leaves_first
 
 
 class RecordingLauncher:

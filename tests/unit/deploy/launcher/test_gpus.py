@@ -19,6 +19,7 @@ from common.platform import device
 from common.platform.device import choose
 from common.platform.gpu import Gpu
 from deploy.cli import main as cli
+from deploy.launcher import fleet as planning
 from deploy.launcher import preflight, process, supervisor
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.gpus import Place, deal
@@ -61,13 +62,13 @@ def test_up_gives_each_worker_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     config = UpConfig(model="m", prefill=1, decode=2)
-    fleet = supervisor.plan(config, device.usable_gpus(config.device)[0])
+    fleet = planning.plan(config, device.usable_gpus(config.device)[0])
     assert [(member.label, member.place.device, member.place.sharing) for member in fleet] == [
         ("prefill-0", "cuda:0", 2), ("decode-0", "cuda:1", 1), ("decode-1", "cuda:0", 2)
     ]  # fmt: skip
     one = replace(config, device="cuda:1")
-    assert {member.place.device for member in supervisor.plan(one, device.usable_gpus(one.device)[0])} == {"cuda:1"}
-    assert {member.place.device for member in supervisor.plan(replace(config, device="cpu"))} == {"cpu"}
+    assert {member.place.device for member in planning.plan(one, device.usable_gpus(one.device)[0])} == {"cuda:1"}
+    assert {member.place.device for member in planning.plan(replace(config, device="cpu"))} == {"cpu"}
 
 
 @pytest.fixture
@@ -77,8 +78,9 @@ async def workers(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     config = UpConfig(model="m", lend_cores=False)
-    running = supervisor.Supervisor(config, supervisor.plan(config, device.usable_gpus("auto")[0]), Lines())
-    return running._make_children()[1:]
+    running = supervisor.Supervisor(config, planning.plan(config, device.usable_gpus("auto")[0]), Lines())
+    running._prepare()
+    return running._children.workers
 
 
 @pytest.mark.processes
@@ -136,14 +138,15 @@ async def test_scaling_on_a_machine_that_has_lost_its_gpus_does_not_use_the_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     config, there = UpConfig(model="m", lend_cores=False), device.usable_gpus("auto")[0]
-    running = supervisor.Supervisor(config, supervisor.plan(config, there), Lines())
-    running._children = running._make_children()
-    (coming,), leaving = running._difference({"prefill": 1, "decode": 2}, there)
+    running = supervisor.Supervisor(config, planning.plan(config, there), Lines())
+    running._prepare()
+    scaling = running._scaling
+    (coming,), leaving = scaling._difference({"prefill": 1, "decode": 2}, there)
     assert (coming.label, coming.visible_gpus, leaving) == ("decode-1", "GPU-aaaa-0001", [])
     assert isinstance(coming.config, WorkerConfig) and coming.config.workers_on_gpu == 2
     with pytest.raises(StartError, match="no GPU for more workers"):
-        running._difference({"prefill": 1, "decode": 2}, [])
-    assert running._difference({"prefill": 1, "decode": 0}, [])[1][0].label == "decode-0"
+        scaling._difference({"prefill": 1, "decode": 2}, [])
+    assert scaling._difference({"prefill": 1, "decode": 0}, [])[1][0].label == "decode-0"
 
 
 @pytest.mark.parametrize("wanted", ["cuda:9999", "gpu", "cuda:", "cuda:-1", ""])
