@@ -1,7 +1,7 @@
 """What an exception of the engine's computation means: one bad request, too little memory, or a dead device.
 
-A CUDA error is reported by whatever call comes next and, but for a lack of memory, every call after it fails, too: the
-process cannot repair its context.
+A CUDA error is reported by the next call, whatever that is. Unless it was a lack of memory, every later call fails,
+too: the process cannot repair its CUDA context.
 """
 
 from __future__ import annotations

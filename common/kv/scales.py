@@ -1,9 +1,9 @@
 """The scales of a KV pool in float8: one per layer, KV head, and k or v.
 
 Pure. A stored number is the value divided by its head's scale, rounded to e4m3. Because e4m3 has an exponent, a scale
-moves the range (full precision from 2^-6 to 448) and changes no precision inside it. So a scale is 1 where the values
-seen at start lie well inside the range, and else a power of two: then every worker of a model, whatever its device,
-finds the same scales although its sums round differently.
+moves the range (full precision from 2^-6 to 448) and changes no precision inside it. So a scale is 1 if the values seen
+at start lie well inside the range, and else a power of two. Thus all workers of a model find the same scales, although
+their devices round sums differently.
 """
 
 from __future__ import annotations

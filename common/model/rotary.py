@@ -17,7 +17,7 @@ from torch import nn
 
 
 def freeze_rotary(model: nn.Module, length: int) -> tuple[list[str], str]:
-    """Freeze every such module for sequences of ``length`` tokens.
+    """Freeze every rotary embedding that looks at the batch, for sequences of ``length`` tokens.
 
     Return notes in words, and a hash over the frozen frequencies ("" if there are none): workers whose frequencies
     differ must not exchange KV.

@@ -37,8 +37,8 @@ class HttpClient:
     """A client of the server at ``url``. The path of ``url`` is put before the API's paths; a ``/v1`` at its end is
     ignored. ``key`` and ``headers`` are sent with every request.
 
-    ``timeout_s`` bounds each wait for bytes, in a GET, which computes nothing, to at most ``PAGE_S`` seconds: the other
-    side may speak no HTTP and wait for us. Raises StartError for an invalid URL or header.
+    ``timeout_s`` bounds each wait for bytes, in seconds. In a GET, which computes nothing, the bound is at most
+    ``PAGE_S``: the other side may speak no HTTP and wait for us. Raises StartError for an invalid URL or header.
     """
 
     def __init__(
