@@ -12,12 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.commands import gpu as command
 from bench.goals.figures import Row
+from bench.gpu.handoff import gather_rows
 from bench.gpu.loop import nano_vllm_answers
 from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, Shape, make
 from bench.gpu.stages import STAGES, Outcome, Setting, Stage, run
 from common.checkpoint.files import open_checkpoint
 from common.config.bench.gpu import BenchGpuConfig
 from common.core.errors import StartError
+from tests.fakes.device_calls import FakeDevice
 from tests.pace import scaled
 
 FAKES = "tests.fakes.gpu_stages"
@@ -108,6 +110,14 @@ def test_a_checkpoint_is_whole_and_random(tmp_path: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
     assert make(TINY_SMALL, tmp_path, torch.device("cpu")) == path
     assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
+
+
+def test_the_rate_of_gathering_is_measured_in_each_way() -> None:
+    ways = {"one way": FakeDevice(), "another way": FakeDevice()}
+    rows = gather_rows(ways, 64, 1, 1e9)
+    assert [row.what for row in rows] == ["gather 8 MiB of KV one way", "gather 8 MiB of KV another way"]
+    assert all(row.value > 0 and row.share is not None and row.limit == 0.5 for row in rows)
+    assert not any(device.allocated for device in ways.values())
 
 
 def test_the_requests_of_the_batch_are_as_stated() -> None:
