@@ -1,8 +1,8 @@
 """Reads a command's configuration from flags, environment, a YAML file and defaults, with the origin of each value.
 
 A dataclass field made with :func:`option` *is* the option: argparse, the environment variable, the YAML key, ``tandem
-config`` and the table of flags in the README are all generated from it. This module owns the mechanism; the other
-modules of this package own the options. Every invalid value or combination of values raises
+config`` and the reference page of all flags are generated from it. This module owns the mechanism; the other modules of
+this package own the options. Every invalid value or combination of values raises
 :class:`~common.core.errors.StartError`, also when a configuration is constructed.
 """
 
