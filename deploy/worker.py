@@ -21,7 +21,7 @@ from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.worker import WorkerConfig
 from common.core.errors import DeviceLost, StartError
 from common.core.ids import WorkerName, new_incarnation
-from common.kv.gpu_budget import Share
+from common.kv.gpu_budget import GpuShare
 from common.net.hosts import host_id
 from common.net.keys import ClusterKeys
 from common.net.messages import PROTOCOL, Hello
@@ -171,7 +171,7 @@ def _batch_hint(config: WorkerConfig, machine: device.Device) -> int:
     return _batched_tokens(config, machine) if config.role == "prefill" else DECODE_ROWS_HINT
 
 
-def _shares(config: WorkerConfig) -> list[cores.Share]:
+def _shares(config: WorkerConfig) -> list[cores.CoreShare]:
     """Return the cores and threads of each rank."""
     return cores.among_ranks(
         cores.choose(config.cores), config.tensor_parallel_size, config.threads, config.workers_on_host
@@ -226,7 +226,7 @@ def _load(
         kv_cache_dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
         kv_bytes=kv_bytes(config, config.workers_on_host) if machine.gpu is None else config.kv_cache_memory,
-        gpu_share=Share(config.gpu_memory_utilization, config.workers_on_gpu),
+        gpu_share=GpuShare(config.gpu_memory_utilization, config.workers_on_gpu),
         num_kv_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_batched_tokens=batched_tokens,

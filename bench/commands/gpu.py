@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.goals.figures import Row, table
-from bench.gpu.stages import STAGES, Outcome, Setting
+from bench.gpu.stages import STAGES, Setting, StageOutcome
 from bench.gpu.stages import run as run_stage
 from bench.load import results
 from common.config.bench.gpu import BenchGpuConfig
@@ -64,11 +64,11 @@ def run(config: BenchGpuConfig) -> int:
     return int(broken or (not config.dry and any(row.held is False for row in _rows(found))))
 
 
-def resumed(save: Path, of: dict[str, Any]) -> dict[str, Outcome]:
+def resumed(save: Path, of: dict[str, Any]) -> dict[str, StageOutcome]:
     """Return the stages that the saved run has. Raises StartError if it is of another card or cannot be read."""
     try:
         kept = json.loads(save.read_text(encoding="utf-8"))
-        stages = {name: Outcome.of_json(each) for name, each in kept["stages"].items()}
+        stages = {name: StageOutcome.of_json(each) for name, each in kept["stages"].items()}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StartError(f"cannot resume {save}", reason(error), "leave --resume out") from error
     if other := [f"{key} {kept.get(key)!r}, not {value!r}" for key, value in of.items() if kept.get(key) != value]:
@@ -76,7 +76,7 @@ def resumed(save: Path, of: dict[str, Any]) -> dict[str, Outcome]:
     return stages
 
 
-def lines(found: dict[str, Outcome], of: dict[str, Any]) -> list[str]:
+def lines(found: dict[str, StageOutcome], of: dict[str, Any]) -> list[str]:
     """Return the table of all stages, what failed, and the provenance."""
     failed = [f"- {name} failed: {outcome.failure}" for name, outcome in found.items() if outcome.failure]
     left = [name for name in STAGES if name not in found]
@@ -86,10 +86,10 @@ def lines(found: dict[str, Outcome], of: dict[str, Any]) -> list[str]:
     return [f"{of['card']}", "", *table(_rows(found)), "", *notes, "", results.provenance_line()]
 
 
-def _rows(found: dict[str, Outcome]) -> list[Row]:
+def _rows(found: dict[str, StageOutcome]) -> list[Row]:
     return [row for name in STAGES if name in found for row in found[name].rows]
 
 
-def _ceilings(found: dict[str, Outcome]) -> dict[str, float]:
+def _ceilings(found: dict[str, StageOutcome]) -> dict[str, float]:
     rows = found["ceilings"].rows if "ceilings" in found else []
     return dict(rows[0].detail) if rows else {}

@@ -10,7 +10,7 @@ import torch
 
 from bench.goals.figures import GoalTarget, Row
 from bench.gpu.loop import Step, nano_vllm_answers, serve
-from bench.gpu.shapes import Shape, make
+from bench.gpu.shapes import LlamaShape, make
 from bench.gpu.stages import Setting
 from bench.gpu.timing import seconds_per_call
 from bench.simulate.cost import uniform
@@ -26,7 +26,7 @@ PROMPT = 4096
 BUDGET, SEQUENCES = 8192, 256
 
 
-def load(setting: Setting, shape: Shape, *, sequences: int, tokens: int) -> Any:
+def load(setting: Setting, shape: LlamaShape, *, sequences: int, tokens: int) -> Any:
     """Return an engine of ``shape`` with room for ``tokens`` tokens of KV, filled with random values: a GPU reads zeros
     with less power, therefore faster."""
     checkpoint = open_checkpoint(str(make(shape, setting.folder, torch.device(setting.device))))

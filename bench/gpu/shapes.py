@@ -20,7 +20,7 @@ _SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     """A Llama. ``tied``: the output layer is the embedding."""
 
     name: str
@@ -67,13 +67,13 @@ class Shape:
         }  # fmt: skip
 
 
-SMALL = Shape("llama-0.6b", 1024, 28, 16, 8, 128, 3072, 151_936, tied=True)
-LARGE = Shape("llama-8b", 4096, 32, 32, 8, 128, 14_336, 128_256, tied=False)
-TINY_SMALL = Shape("llama-tiny", 64, 2, 4, 2, 16, 128, 8192, tied=True, positions=1024)
-TINY_LARGE = Shape("llama-tiny-8", 128, 3, 8, 2, 16, 256, 8192, tied=False, positions=1024)
+SMALL = LlamaShape("llama-0.6b", 1024, 28, 16, 8, 128, 3072, 151_936, tied=True)
+LARGE = LlamaShape("llama-8b", 4096, 32, 32, 8, 128, 14_336, 128_256, tied=False)
+TINY_SMALL = LlamaShape("llama-tiny", 64, 2, 4, 2, 16, 128, 8192, tied=True, positions=1024)
+TINY_LARGE = LlamaShape("llama-tiny-8", 128, 3, 8, 2, 16, 256, 8192, tied=False, positions=1024)
 
 
-def make(shape: Shape, folder: Path, device: torch.device) -> Path:
+def make(shape: LlamaShape, folder: Path, device: torch.device) -> Path:
     """Return the checkpoint of ``shape`` in ``folder``, written if it is not there. Weights are drawn on ``device``,
     because a CPU takes minutes for billions of them."""
     path = folder / shape.name
@@ -110,7 +110,7 @@ def _drawn(size: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.randn(size, dtype=torch.bfloat16, device=device).mul_(SPREAD).cpu()
 
 
-def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and size of every weight, as transformers names them."""
     yield "model.embed_tokens.weight", (shape.vocabulary, shape.hidden)
     query, kv = shape.heads * shape.dim, shape.kv_heads * shape.dim

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.goals.figures import Row, as_json, of_json
-from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, Shape
+from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, LlamaShape
 from bench.load.processes import die_with_parent
 
 
@@ -32,12 +32,12 @@ class Setting:
     ceilings: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def small(self) -> Shape:
+    def small(self) -> LlamaShape:
         """The 0.6B model, or a tiny one in a dry run."""
         return TINY_SMALL if self.dry else SMALL
 
     @property
-    def large(self) -> Shape:
+    def large(self) -> LlamaShape:
         """The 8B model, or a tiny one in a dry run."""
         return TINY_LARGE if self.dry else LARGE
 
@@ -71,7 +71,7 @@ STAGES = {
 
 
 @dataclass
-class Outcome:
+class StageOutcome:
     """The result of one stage: rows, or the text of its failure, and the seconds that it took."""
 
     rows: list[Row] = field(default_factory=list)
@@ -83,12 +83,12 @@ class Outcome:
         return asdict(self) | {"rows": [as_json(row) for row in self.rows]}
 
     @classmethod
-    def of_json(cls, kept: Mapping[str, Any]) -> Outcome:
+    def of_json(cls, kept: Mapping[str, Any]) -> StageOutcome:
         """Make an outcome from what :meth:`as_json` returned."""
         return cls([of_json(row) for row in kept["rows"]], kept["failure"], kept["seconds"])
 
 
-def run(setting: Setting, stage: Stage) -> Outcome:
+def run(setting: Setting, stage: Stage) -> StageOutcome:
     """Run ``stage`` in a child process, and end it after its limit."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -105,7 +105,7 @@ def run(setting: Setting, stage: Stage) -> Outcome:
         child.kill()
         child.join()
         here.close()
-    return Outcome(rows, failure, time.monotonic() - began)
+    return StageOutcome(rows, failure, time.monotonic() - began)
 
 
 def _child(function: str, setting: Setting, pipe: Connection) -> None:

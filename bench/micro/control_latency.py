@@ -33,7 +33,7 @@ from common.core.errors import StartError
 from common.core.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, StepResult
-from common.engine.launched import Launch
+from common.engine.launched import StepLauncher
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
@@ -85,7 +85,7 @@ class PoolOnly:
         self.memory.raw[:] = 1
         self.fingerprint, self.vocab_size, self.max_model_len = "none", 1000, LONGEST
         self.on_layer: Callable[[int], None] | None = None
-        self.launch: Launch | None = None
+        self.launch: StepLauncher | None = None
 
     def step(self, batch: Batch) -> StepResult:
         raise NotImplementedError

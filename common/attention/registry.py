@@ -111,7 +111,7 @@ def select_backend(store: KvStorage, wanted: Wanted = AUTO, calls: Sequence[Laye
     ``calls`` says how the model calls each layer, for the trials of backends that need one, which overwrite some blocks
     of the pool. StartError if a backend that was asked for does not exist or cannot run on the device of ``store``.
     """
-    choice = _Choice(store, calls)
+    choice = _BackendChoice(store, calls)
     longer, why_longer = choice.of("prefill", wanted.prefill or wanted.both)
     single, why_single = choice.of("decode", wanted.decode or wanted.both)
     if longer is not single:
@@ -122,7 +122,7 @@ def select_backend(store: KvStorage, wanted: Wanted = AUTO, calls: Sequence[Laye
     return Attention(single, (f"prefill attention {why_longer}", f"decode attention {why_single}"))
 
 
-class _Choice:
+class _BackendChoice:
     """Makes each backend once, and tries it once per phase."""
 
     def __init__(self, store: KvStorage, calls: Sequence[LayerCall]) -> None:

@@ -186,7 +186,7 @@ class DecodeGraphs:
     @torch.inference_mode()  # the tensors were made in it, and torch writes them only there
     def launch(self, batch: Batch) -> LaunchedStep | None:
         """Queue the decode step ``batch``; None if it must run without a graph. See
-        :class:`common.engine.launched.Launch`."""
+        :class:`common.engine.launched.StepLauncher`."""
         count = len(batch.segments)
         if not 0 < count <= self.sizes[-1] or batch.length != count:
             return None

@@ -15,7 +15,7 @@ from common.engine.batch import DeviceStep, FlatStep
 from common.engine.device_sampler import DeviceSampler
 from common.engine.faults import wait_for
 from common.engine.sample_plan import SamplePlan
-from common.engine.staging import Staging
+from common.engine.staging import UploadStaging
 
 Entry = tuple[int, TokenLogprobs | None]
 """A sampled token, -1 where the logits were not finite, and its log-probabilities if the request wants them."""
@@ -28,7 +28,7 @@ class DeviceSteps:
     def __init__(self, device: torch.device, token_ids: int, vocab_size: int) -> None:
         self.device = device
         self.sampler = DeviceSampler(vocab_size, device)
-        self._staging = Staging(device)
+        self._staging = UploadStaging(device)
         self._token_ids = token_ids
 
     def plan(self, sequences: Sequence[Tokens]) -> SamplePlan:

@@ -30,7 +30,7 @@ class LaunchedStep(Protocol):
         ...
 
 
-class Launch(Protocol):
+class StepLauncher(Protocol):
     """The way in which an engine starts a step."""
 
     def __call__(self, batch: Batch) -> LaunchedStep | None:

@@ -20,7 +20,7 @@ from common.engine.pool import make_store
 from common.engine.prepared import PreparedModel, prepare
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.kv.budget import Budget, fit
-from common.kv.gpu_budget import Share, most_for_kv, plan_pool
+from common.kv.gpu_budget import GpuShare, most_for_kv, plan_pool
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.scales import KvScales
 from common.kv.storage.fp8 import Fp8Codec
@@ -40,7 +40,7 @@ def load_engine(
     max_model_len: int | None = None,
     kv_bytes: int | None = None,
     num_kv_blocks: int | None = None,
-    gpu_share: Share | None = None,
+    gpu_share: GpuShare | None = None,
     block_size: int = 16,
     max_batched_tokens: int,
     max_num_seqs: int,
@@ -63,7 +63,7 @@ def load_engine(
     Rotary variants that look at the whole batch are frozen for ``max_model_len`` if given, else for the model's own
     length (never for what the pool holds), so that workers with pools of different sizes agree.
     """
-    machine, share = machine or probe_cpu(), gpu_share or Share()
+    machine, share = machine or probe_cpu(), gpu_share or GpuShare()
     chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
     stored: KvDtype = chosen if kv_cache_dtype == "auto" else "fp8"
@@ -152,7 +152,7 @@ def _check_quantization(quantization: str, kv_cache_dtype: str, machine: Device,
             raise StartError("fp8 does not work with tensor parallelism yet", why, "omit one of the two")
 
 
-def _most_for_kv(checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share: Share) -> int:
+def _most_for_kv(checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share: GpuShare) -> int:
     """Return the most bytes that the KV pool can have, as far as it is known before the model is loaded. Raises
     StartError if the weights do not fit into a GPU."""
     if machine.gpu is None:

@@ -26,7 +26,7 @@ from common.engine.device_steps import DeviceSteps, Entry
 from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
 from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import Capture, GraphUse
-from common.engine.launched import Launch
+from common.engine.launched import StepLauncher
 from common.engine.sampler import peaks, sample
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
@@ -110,7 +110,7 @@ class ModelEngine:
         self.layout: KvLayout = store.layout
         self.fingerprint, self.vocab_size, self.max_model_len = fingerprint, vocab_size, max_model_len
         self.on_layer: Callable[[int], None] | None = None
-        self.launch: Launch | None = None
+        self.launch: StepLauncher | None = None
         """Starts a decode step without waiting for its tokens, where CUDA graphs are captured."""
         self.notes: list[str] = []
         self.warm_up_rows = WARM_UP_ROWS

@@ -37,7 +37,7 @@ Rank = tuple[int, bool, int]
 
 
 @dataclass(slots=True)
-class _Entry:
+class _ScheduledSequence:
     """A sequence and its scheduling state. ``table`` is None while it waits. ``turn`` is the planner's count of turns
     when it was last placed in a step, or when it was added. ``parked``: it has started here and waits for blocks.
     ``chain`` keeps its prefix keys between attempts to admit it."""
@@ -93,9 +93,9 @@ class Planner:
         self._short = False
         """Whether blocks were lacking when the last step was planned."""
         self._arrivals = self._turns = 0
-        self._waiting: list[_Entry] = []  # by rank
-        self._running: list[_Entry] = []  # by rank
-        self._entries: dict[SequenceId, _Entry] = {}
+        self._waiting: list[_ScheduledSequence] = []  # by rank
+        self._running: list[_ScheduledSequence] = []  # by rank
+        self._entries: dict[SequenceId, _ScheduledSequence] = {}
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -158,13 +158,13 @@ class Planner:
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that waits for blocks, behind others of its priority and kind (resumed or new)."""
-        self._insert(self._waiting, _Entry(self._next_rank(sequence), sequence))
+        self._insert(self._waiting, _ScheduledSequence(self._next_rank(sequence), sequence))
 
     def adopt(self, sequence: Sequence, table: BlockTable) -> None:
         """Add a sequence whose KV is already in ``table``, held under the sequence's own name: it runs at once."""
         if table.holder != sequence_holder(sequence.id):
             raise InvariantBroken(f"{sequence} is adopted with the table of {table.holder}")
-        self._insert(self._running, _Entry(self._next_rank(sequence), sequence, table))
+        self._insert(self._running, _ScheduledSequence(self._next_rank(sequence), sequence, table))
 
     def start(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> Started:
         """Append the first sampled tokens, one per choice; fork the sequence if there are several. ``logprobs`` has one
@@ -264,7 +264,7 @@ class Planner:
                 self._place(step, entry, 1)
         return self.max_tokens - len(step.segments)
 
-    def _next_in_turn(self, ready: list[_Entry]) -> list[_Entry]:
+    def _next_in_turn(self, ready: list[_ScheduledSequence]) -> list[_ScheduledSequence]:
         """Return the entries whose turn it is, among ``ready`` and the first running one with a chunk to compute: by
         priority, and within one priority those whose last turn was longest ago."""
         chunk = [entry for entry in self._running if entry.sequence.missing > 1][:1]
@@ -290,18 +290,18 @@ class Planner:
             if budget > 0 and len(step.segments) < self.max_sequences:
                 budget -= self._chunk(step, entry, budget)
 
-    def _takes_turns(self, entry: _Entry) -> bool:
+    def _takes_turns(self, entry: _ScheduledSequence) -> bool:
         """Return whether ``entry`` may run although as many sequences run as fit into a step. Those that it outranks
         then pause, or take turns with it. Within one priority at most twice as many run: resumed ones beside new
         ones."""
         return entry.rank < self._running[self.max_sequences - 1].rank
 
-    def _chunk(self, step: _Step, entry: _Entry, budget: int) -> int:
+    def _chunk(self, step: _Step, entry: _ScheduledSequence, budget: int) -> int:
         length = min(entry.sequence.missing, budget)
         self._place(step, entry, length)
         return length
 
-    def _place(self, step: _Step, entry: _Entry, length: int) -> None:
+    def _place(self, step: _Step, entry: _ScheduledSequence, length: int) -> None:
         if entry.table is None:
             raise InvariantBroken(f"{entry.sequence} has no blocks")
         step.segments.append(Segment(entry.sequence, entry.sequence.computed, length))
@@ -309,7 +309,7 @@ class Planner:
         self._turns += 1
         entry.turn = self._turns
 
-    def _admit(self, entry: _Entry) -> bool:
+    def _admit(self, entry: _ScheduledSequence) -> bool:
         """Give ``entry`` blocks for all its tokens at once, if that leaves one block of growth for every running
         sequence; return whether it did."""
         sequence = entry.sequence
@@ -326,7 +326,7 @@ class Planner:
         entry.table, sequence.computed, entry.parked = table, table.cached_tokens, False
         return True
 
-    def _room(self, entry: _Entry) -> bool:
+    def _room(self, entry: _ScheduledSequence) -> bool:
         """Make room for one more token, parking lower ranks until there is; False if ``entry`` itself was parked."""
         while entry.table is not None:
             try:
@@ -336,7 +336,7 @@ class Planner:
                 self._park(self._running[-1])
         return False
 
-    def _park(self, entry: _Entry) -> None:
+    def _park(self, entry: _ScheduledSequence) -> None:
         if entry.table is None:
             raise InvariantBroken(f"{entry.sequence} is parked without blocks")
         self.cache.close(entry.table)
@@ -352,23 +352,23 @@ class Planner:
             table, copies = self.cache.fork(self.table(sequence), sequence_holder(other.id), sequence.computed)
         except OutOfBlocks:
             other.computed = 0
-            self._insert(self._waiting, _Entry(rank, other, parked=True))
+            self._insert(self._waiting, _ScheduledSequence(rank, other, parked=True))
             return []
-        self._insert(self._running, _Entry(rank, other, table))
+        self._insert(self._running, _ScheduledSequence(rank, other, table))
         return copies
 
     def _next_rank(self, sequence: Sequence) -> Rank:
         self._arrivals += 1
         return (sequence.request.priority, not sequence.request.emitted, self._arrivals)
 
-    def _insert(self, queue: list[_Entry], entry: _Entry) -> None:
+    def _insert(self, queue: list[_ScheduledSequence], entry: _ScheduledSequence) -> None:
         if entry.sequence.id in self._entries:
             raise InvariantBroken(f"{entry.sequence} is already here")
         self._entries[entry.sequence.id] = entry
         entry.turn = self._turns
         bisect.insort(queue, entry, key=lambda each: each.rank)
 
-    def _remove(self, sequence: SequenceId) -> _Entry:
+    def _remove(self, sequence: SequenceId) -> _ScheduledSequence:
         entry = self._entries.pop(sequence)
         (self._waiting if entry.table is None else self._running).remove(entry)
         return entry

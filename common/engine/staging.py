@@ -28,7 +28,7 @@ class _Buffer:
             self.copied.synchronize()
 
 
-class Staging:
+class UploadStaging:
     """Two host buffers in turn, so that one can be filled while the device may still read the other."""
 
     def __init__(self, device: torch.device) -> None:

@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CountedSequence:
     """A sequence with a slot, of whose tokens the first ``counted`` are in the counts."""
 
     sequence: Tokens
@@ -51,7 +51,8 @@ class TokenCounts:
     vocab] marks those of its prompt. There are as many slots as one step has needed, doubled when they run out."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by id(sequence), the least recently used first
+        self._entries: OrderedDict[int, _CountedSequence] = OrderedDict()
+        """By id(sequence), the least recently used first."""
         self._free: list[int] = []
         self._slots = 0
         self.output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
@@ -69,7 +70,7 @@ class TokenCounts:
         placed = Placed([], [], [])
         for sequence in sequences:
             if (entry := self._entries.get(id(sequence))) is None:
-                entry = self._entries[id(sequence)] = _Entry(sequence, self._free.pop(), -1)
+                entry = self._entries[id(sequence)] = _CountedSequence(sequence, self._free.pop(), -1)
             length = len(sequence.tokens)
             grows = entry.counted == length - 1 >= sequence.prompt_length
             if not grows and entry.counted != length:

@@ -35,7 +35,7 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
-class Share:
+class GpuShare:
     """The part of a GPU's memory that one worker may take: ``utilization`` of it, shared by ``workers`` workers."""
 
     utilization: float = 0.9
@@ -50,7 +50,7 @@ class Share:
         return f"--gpu-memory-utilization {self.utilization:g}{shared}"
 
 
-def plan_pool(use: GpuUse, share: Share, token_bytes: int, tokens: int) -> tuple[int, str]:
+def plan_pool(use: GpuUse, share: GpuShare, token_bytes: int, tokens: int) -> tuple[int, str]:
     """Return the bytes of KV for a worker that may take ``share`` of its GPU, and a note on how the memory is divided.
 
     ``token_bytes``: KV of one token. ``tokens``: the shortest pool that is of use, normally the context asked for.
@@ -75,7 +75,7 @@ def plan_pool(use: GpuUse, share: Share, token_bytes: int, tokens: int) -> tuple
     )
 
 
-def most_for_kv(total: int, free: int, weights: int, share: Share) -> int:
+def most_for_kv(total: int, free: int, weights: int, share: GpuShare) -> int:
     """Return the bytes that ``weights`` bytes of weights leave of a worker's share of a GPU, activations not counted.
     Raises StartError if the weights alone do not fit. To be called before they are read."""
     left = min(share.of(total) - CONTEXT_BYTES, free) - weights

@@ -238,7 +238,7 @@ def _shrink(model: nn.Module, plan: Plan) -> None:
                 module.num_key_value_groups = query.out_features // key.out_features
 
 
-class _Part:
+class _WeightSlice:
     """A weight of which only a part is read, and only when transformers asks for it."""
 
     def __init__(self, slice_: Any, cut: _Cut) -> None:
@@ -270,7 +270,7 @@ def _weights(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, Any]]:
                 if first <= int(found[2]) < last:
                     yield f"{found[1]}.{int(found[2]) - first}.{found[3]}", file.get_slice(name)
             elif (cut := _cut_of(plan, name)) is not None:
-                yield name, _Part(file.get_slice(name), cut)
+                yield name, _WeightSlice(file.get_slice(name), cut)
             else:
                 yield name, file.get_slice(name)
 

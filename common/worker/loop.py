@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from common.core.errors import StartError, WireError
 from common.core.ids import TransferId
 from common.core.sequence import Batch, StepResult
-from common.engine.launched import Launch
+from common.engine.launched import StepLauncher
 from common.engine.scheduler import Planner, Sampled
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
@@ -86,7 +86,7 @@ class Engine(Protocol):
         """Copy whole KV blocks; called before the step that reads the targets."""
         ...
 
-    launch: Launch | None
+    launch: StepLauncher | None
     """Starts a step without waiting for its tokens; None on devices that compute while Python waits."""
 
 

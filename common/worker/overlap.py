@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.core.sequence import Batch
-from common.engine.launched import Launch, LaunchedBlocks, LaunchedStep
+from common.engine.launched import LaunchedBlocks, LaunchedStep, StepLauncher
 
 if TYPE_CHECKING:
     from common.worker.loop import Worker
@@ -36,7 +36,7 @@ class _Flight:
 class Overlap:
     """Advances ``worker`` by one step per turn, with at most one launched step between two turns."""
 
-    def __init__(self, worker: Worker, launch: Launch) -> None:
+    def __init__(self, worker: Worker, launch: StepLauncher) -> None:
         self._worker, self._launch_step = worker, launch
         self._blocks = LaunchedBlocks(worker.cache)
         self._flight: _Flight | None = None

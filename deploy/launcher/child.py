@@ -43,7 +43,7 @@ class ChildProcess:
         self,
         label: str,
         config: WorkerConfig | CoordinatorConfig,
-        share: cores.Share,
+        share: cores.CoreShare,
         screen: Screen,
         keys: ClusterKeys | None = None,
         launcher: Launcher | None = None,

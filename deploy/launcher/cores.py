@@ -17,7 +17,7 @@ from typing import NamedTuple
 from common.core.errors import StartError
 
 
-class Share(NamedTuple):
+class CoreShare(NamedTuple):
     """The cores of one worker, and the number of threads of it or of each of its ranks. ``cores`` is None if it is not
     pinned."""
 
@@ -42,7 +42,7 @@ def choose(wanted: Sequence[int] | None) -> list[int] | None:
     return chosen
 
 
-def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: int | None = None) -> list[Share]:
+def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: int | None = None) -> list[CoreShare]:
     """Return the shares of ``workers`` workers. The first workers get the spare cores; callers list prefill workers
     first, which gain most from them.
 
@@ -52,29 +52,29 @@ def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: 
     ``threads``: threads per worker if configured.
     """
     if quota is not None and quota < len(cores):
-        return [Share(None, threads or max(1, quota // workers))] * workers
+        return [CoreShare(None, threads or max(1, quota // workers))] * workers
     if len(cores) < workers:
-        return [Share((cores[index % len(cores)],), threads or 1) for index in range(workers)]
+        return [CoreShare((cores[index % len(cores)],), threads or 1) for index in range(workers)]
     given = len(cores) - (1 if len(cores) > 2 * workers else 0)
     each, extra = divmod(given, workers)
     shares, at = [], 0
     for index in range(workers):
         width = each + (1 if index < extra else 0)
-        shares.append(Share(tuple(cores[at : at + width]), threads or width))
+        shares.append(CoreShare(tuple(cores[at : at + width]), threads or width))
         at += width
     return shares
 
 
 def deal_more(
-    cores: Sequence[int], taken: Sequence[Share], workers: int, quota: int | None = None, threads: int | None = None
-) -> list[Share]:
+    cores: Sequence[int], taken: Sequence[CoreShare], workers: int, quota: int | None = None, threads: int | None = None
+) -> list[CoreShare]:
     """Return the shares of ``workers`` additional workers. Existing workers keep their shares ``taken``, because a
     process cannot change its number of threads.
 
     The new workers share the unassigned cores as in :func:`deal`. If there are too few, each gets one core, the one
     with the fewest workers."""
     if quota is not None and quota < len(cores):
-        return [Share(None, threads or max(1, quota // (len(taken) + workers)))] * workers
+        return [CoreShare(None, threads or max(1, quota // (len(taken) + workers)))] * workers
     load = Counter(core for share in taken for core in share.cores or ())
     free = [core for core in cores if not load[core]]
     if len(free) >= workers:
@@ -83,11 +83,11 @@ def deal_more(
     for _ in range(workers):
         core = min(cores, key=lambda each: load[each])
         load[core] += 1
-        shares.append(Share((core,), threads or 1))
+        shares.append(CoreShare((core,), threads or 1))
     return shares
 
 
-def beside(cores: Sequence[int], workers: Iterable[Share], undisturbed: Iterable[Share]) -> tuple[int, ...]:
+def beside(cores: Sequence[int], workers: Iterable[CoreShare], undisturbed: Iterable[CoreShare]) -> tuple[int, ...]:
     """Return the cores for the coordinator, whose threads preempt others: those that no worker has; if there are none,
     those that no ``undisturbed`` worker has, whose steps it would prolong; else all cores."""
     for avoided in (workers, undisturbed):
@@ -132,20 +132,20 @@ def own_threads(chosen: Sequence[int] | None, workers: int) -> int:
     return max(1, min(usable, core_quota() or usable) // workers)
 
 
-def among_ranks(chosen: Sequence[int] | None, ranks: int, threads: int | None, workers: int) -> list[Share]:
+def among_ranks(chosen: Sequence[int] | None, ranks: int, threads: int | None, workers: int) -> list[CoreShare]:
     """Return the shares of the ``ranks`` ranks of one worker: contiguous parts of its ``chosen`` cores, or one core
     each, in turn, if they are fewer. ``threads``: threads of each rank if configured; else one per core, or an equal
     part of those of an unpinned worker on a machine of ``workers``."""
     if chosen is None:
-        return [Share(None, threads or max(1, own_threads(None, workers) // ranks))] * ranks
+        return [CoreShare(None, threads or max(1, own_threads(None, workers) // ranks))] * ranks
     if len(chosen) < ranks:
-        return [Share((chosen[rank % len(chosen)],), threads or 1) for rank in range(ranks)]
+        return [CoreShare((chosen[rank % len(chosen)],), threads or 1) for rank in range(ranks)]
     bounds = [len(chosen) * rank // ranks for rank in range(ranks + 1)]
-    return [Share(tuple(chosen[first:last]), threads or last - first) for first, last in pairwise(bounds)]
+    return [CoreShare(tuple(chosen[first:last]), threads or last - first) for first, last in pairwise(bounds)]
 
 
-def joined(shares: Sequence[Share]) -> Share:
+def joined(shares: Sequence[CoreShare]) -> CoreShare:
     """Return the share of a worker with these shares for its ranks: all their cores, and the threads of one rank."""
     held = [share.cores for share in shares if share.cores is not None]
     cores = tuple(sorted({core for each in held for core in each})) if len(held) == len(shares) else None
-    return Share(cores, min(share.threads for share in shares))
+    return CoreShare(cores, min(share.threads for share in shares))

@@ -18,7 +18,7 @@ class PlannedWorker(NamedTuple):
 
     label: str
     role: Role
-    share: cores.Share
+    share: cores.CoreShare
     place: Place
 
 
@@ -34,7 +34,7 @@ def plan(config: UpConfig, gpus: Sequence[Gpu] = ()) -> list[PlannedWorker]:
 
 
 def planned_workers(
-    names: Sequence[tuple[str, Role]], ranks: Sequence[int], shares: Sequence[cores.Share], places: Sequence[Place]
+    names: Sequence[tuple[str, Role]], ranks: Sequence[int], shares: Sequence[cores.CoreShare], places: Sequence[Place]
 ) -> list[PlannedWorker]:
     """Return the workers called ``names`` at ``places``; ``shares`` are those of all their ranks, one worker after
     another."""

@@ -13,7 +13,7 @@ from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import NOT_OURS, StartError, reason
 from common.kv.budget import fit, human_bytes
-from common.kv.gpu_budget import Share, most_for_kv
+from common.kv.gpu_budget import GpuShare, most_for_kv
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout
 from common.platform import device, memory
 from deploy.launcher import cores
@@ -106,7 +106,7 @@ def _most_for_kv(
     if place.gpu is None:
         return kv_bytes(config, workers)
     weights = checkpoint.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[checkpoint.dtype]
-    share = Share(config.gpu_memory_utilization, place.sharing)
+    share = GpuShare(config.gpu_memory_utilization, place.sharing)
     most = most_for_kv(place.gpu.total_bytes, place.gpu.free_bytes, weights, share)
     return most if config.kv_cache_memory is None else config.kv_cache_memory
 

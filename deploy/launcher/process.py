@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _MEBIBYTE = 1 << 20
 
 
-class Launch(msgspec.Struct, frozen=True):
+class ChildLaunch(msgspec.Struct, frozen=True):
     """The message that a child reads from standard input. ``keys``: cluster keys of its role.
 
     For a coordinator: ``workers`` are the ready workers and their process ids, ``at_once`` is as in
@@ -74,7 +74,7 @@ async def start(
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Start a child process and return it with the reading end of its status pipe. Its output is a pipe, with stderr
     merged into stdout. ``environment``: variables to add. ``ipc_socket``: the child's end of a socket pair for
-    :mod:`deploy.launcher.ipc`. The other arguments are fields of :class:`Launch`."""
+    :mod:`deploy.launcher.ipc`. The other arguments are fields of :class:`ChildLaunch`."""
     reading, writing = os.pipe()
     passed = (writing,) if ipc_socket is None else (writing, ipc_socket.fileno())
     kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
@@ -95,7 +95,7 @@ async def start(
     finally:
         os.close(writing)
     assert child.stdin is not None
-    launch = Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
+    launch = ChildLaunch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
     child.stdin.write(msgspec.json.encode(launch))
     child.stdin.close()
     stream = asyncio.StreamReader(limit=_MEBIBYTE)
@@ -104,7 +104,7 @@ async def start(
     return child, stream
 
 
-def run(launch: Launch, label: str, ipc_fd: int | None = None) -> int:
+def run(launch: ChildLaunch, label: str, ipc_fd: int | None = None) -> int:
     """Run the coordinator or worker that ``launch`` describes and return the exit code. Imports only what its role
     needs."""
     try:
@@ -143,7 +143,7 @@ def main() -> None:
     label, parent, status_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     die_with(parent)
     status.attach(status_fd)
-    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildLaunch)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     code = run(launch, label, int(sys.argv[4]) if len(sys.argv) > 4 else None)

@@ -139,7 +139,7 @@ class Supervisor:
             expect_colocated=roles.count("colocated"),
         )
         coordinator = ChildProcess(
-            "coordinator", coordinator_config, cores.Share(None, 0), self._screen, self._keys["coordinator"], self
+            "coordinator", coordinator_config, cores.CoreShare(None, 0), self._screen, self._keys["coordinator"], self
         )
         workers = [self._make_worker(member, len(roles)) for member in self._fleet]
         self._placement.settle(coordinator, workers)

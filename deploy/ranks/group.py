@@ -30,7 +30,7 @@ from common.core.errors import StartError
 from common.platform.threads import answer
 from common.platform.wiring import Wiring
 from deploy.launcher.child import how_it_ended
-from deploy.launcher.cores import Share
+from deploy.launcher.cores import CoreShare
 from deploy.launcher.status import Reason
 from deploy.ranks.channel import LeaderChannel
 
@@ -81,7 +81,7 @@ class RankGroup:
     def __init__(
         self,
         config: WorkerConfig,
-        shares: Sequence[Share],
+        shares: Sequence[CoreShare],
         batch_hint: int,
         end: Callable[[StartError], None],
     ) -> None:
@@ -103,7 +103,7 @@ class RankGroup:
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._thread.start()
 
-    def _start(self, config: WorkerConfig, rank: int, share: Share, batch_hint: int) -> socket.socket:
+    def _start(self, config: WorkerConfig, rank: int, share: CoreShare, batch_hint: int) -> socket.socket:
         """Start one rank; return our end of its socket for steps. Must be called from the main thread, because the
         kernel kills the rank when the thread that started it ends."""
         ours, steps = socket.socketpair()

@@ -20,7 +20,7 @@ import xxhash
 
 from common.core.ids import Incarnation, SequenceId, WorkerName
 from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
-from common.engine.launched import Launch
+from common.engine.launched import StepLauncher
 from common.kv.cache import BlockCopy
 from common.kv.convert import Bytes, converted
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
@@ -105,7 +105,7 @@ class OracleEngine:
         self.memory = KvMemory(self.layout, blocks)
         self.fingerprint, self.vocab_size, self.max_model_len = "oracle", VOCABULARY, max_model_len
         self.on_layer: Callable[[int], None] | None = None
-        self.launch: Launch | None = None
+        self.launch: StepLauncher | None = None
         self.step_s, self.token_s = step_s, token_s
         self._rolled: dict[SequenceId, list[int]] = {}
         self._places: list[tuple[int, int]] = []

@@ -316,13 +316,13 @@ def beside_messages() -> dict[str, bytes]:
     transfer, cells = TransferId(RequestId(_ID), 3), Rectangle(0, 2, 16, 48)
     payload = np.arange(64, dtype=np.uint8)
     commit = next(each for each in EXAMPLES if isinstance(each, Commit))
-    told = [
+    headers = [
         FrameHeader(transfer, 7, cells, 4096, checksum_of(payload)).pack(),
         FrameHeader(transfer, 1 << 31, Rectangle(1, 80, 0, 1 << 20), 1 << 40, UNSAID).pack(),
     ]
     return {
-        "frame header": told[0],
-        "frame header of much, unsaid checksum": told[1],
+        "frame header": headers[0],
+        "frame header of much, unsaid checksum": headers[1],
         "frames folded": fold(fold(0, checksum_of(payload)), 5).to_bytes(8, "little"),
         "directions to cells": signed(b"directions", transfer, cells, checksum_of(payload)),
         "proof of an open": proof(bytes(16), transfer, "open"),

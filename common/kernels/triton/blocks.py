@@ -116,7 +116,7 @@ class Scoring(Protocol):
         ...
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """Shape of a program's tiles: ``m`` rows of queries against ``n`` positions, and how it is compiled."""
 
     m: int
@@ -129,31 +129,31 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, **FUSED}
 
 
-def decode_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int) -> Tile:
+def decode_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int) -> TileShape:
     """Return the tile of a decode program: the ``group`` query heads of one KV head, padded to a matrix instruction."""
     m, wide = power_of_two(group), max(power_of_two(k_dim), power_of_two(v_dim))
     if few_tiles:
-        return Tile(m, 64, 4, 1)
+        return TileShape(m, 64, 4, 1)
     if dtype == torch.float32:
-        return _fitted(Tile(m, 16, 4 if m <= 16 else 8, 3), dtype, k_dim, v_dim)
-    return _fitted(Tile(m, 64 if wide <= 256 else 32, 4 if m <= 64 else 8, 3), dtype, k_dim, v_dim)
+        return _fitted(TileShape(m, 16, 4 if m <= 16 else 8, 3), dtype, k_dim, v_dim)
+    return _fitted(TileShape(m, 64 if wide <= 256 else 32, 4 if m <= 64 else 8, 3), dtype, k_dim, v_dim)
 
 
-def prefill_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, rows: int, capability: int) -> Tile:
+def prefill_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, rows: int, capability: int) -> TileShape:
     """Return the tile of a prefill program for spans of at most ``rows`` rows, on a GPU of this compute capability
     (major). Larger tiles would not fit into the registers: before Hopper, operands of matrix instructions lie there,
     and float32 has no fast ones."""
     wide, least = max(power_of_two(k_dim), power_of_two(v_dim)), power_of_two(group)
     if few_tiles:
-        return Tile(max(64, least), 64, 4, 1)
+        return TileShape(max(64, least), 64, 4, 1)
     if dtype == torch.float32:
-        return _fitted(Tile(least, 32 if wide <= 128 else 16, 4 if least <= 16 else 8, 1), dtype, k_dim, v_dim)
+        return _fitted(TileShape(least, 32 if wide <= 128 else 16, 4 if least <= 16 else 8, 1), dtype, k_dim, v_dim)
     small, many = max(64, least), 4 if wide <= 128 else 8
     if capability < 9:
-        return _fitted(Tile(small, 32, many, 3), dtype, k_dim, v_dim)
+        return _fitted(TileShape(small, 32, many, 3), dtype, k_dim, v_dim)
     if capability == 9 and (rows * group <= small or wide > 128):
-        return _fitted(Tile(small, 64, many, 3), dtype, k_dim, v_dim)
-    return _fitted(Tile(max(128, least), 64, 8, 3), dtype, k_dim, v_dim)
+        return _fitted(TileShape(small, 64, many, 3), dtype, k_dim, v_dim)
+    return _fitted(TileShape(max(128, least), 64, 8, 3), dtype, k_dim, v_dim)
 
 
 @cache
@@ -162,7 +162,7 @@ def capability_of(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def _fitted(tile: Tile, dtype: torch.dtype, k_dim: int, v_dim: int) -> Tile:
+def _fitted(tile: TileShape, dtype: torch.dtype, k_dim: int, v_dim: int) -> TileShape:
     """Return ``tile`` with so few stages that queries and all stages of keys and values fit into shared memory."""
     k, v = power_of_two(k_dim), power_of_two(v_dim)
     stages = tile.stages

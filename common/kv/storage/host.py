@@ -45,7 +45,7 @@ class BlockArray:
 
     def __init__(self, layout: KvLayout, raw: Bytes) -> None:
         self.layout, self.raw = layout, raw
-        self._parts: dict[int, tuple[_Part, _Part]] = {}
+        self._parts: dict[int, tuple[_LayerRows, _LayerRows]] = {}
 
     def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
         """Return a copy of the canonical bytes of token positions ``tokens`` and ``layers`` of the sequence in
@@ -138,7 +138,7 @@ class BlockArray:
                 for slab, columns in part.shards:
                     yield slab, whole[:, columns]
 
-    def _parts_of(self, index: int) -> tuple[_Part, _Part]:
+    def _parts_of(self, index: int) -> tuple[_LayerRows, _LayerRows]:
         """Return the keys and the values of layer ``index``."""
         layout, layer, inside = self.layout, self.layout.layers[index], self.layout.layer_offsets[index]
         parts = []
@@ -151,7 +151,7 @@ class BlockArray:
                 shards.append(
                     (slab.reshape(len(self.raw), layout.block_size, own), slice(shard * own, (shard + 1) * own))
                 )
-            parts.append(_Part(row_bytes, tuple(shards)))
+            parts.append(_LayerRows(row_bytes, tuple(shards)))
             inside += own * layout.block_size
         return parts[0], parts[1]
 
@@ -332,7 +332,7 @@ class _Rows:
             slab[block, row : row + count] = data[at_row : at_row + count]
 
 
-class _Part(NamedTuple):
+class _LayerRows(NamedTuple):
     """The keys or the values of one layer: bytes of a canonical row, and per shard a view of its place in every block
     ([blocks, block_size, bytes of its row]) and its columns of a canonical row."""
 

@@ -104,7 +104,7 @@ async def test_the_launcher_says_it_and_starts_another(monkeypatch: pytest.Monke
     monkeypatch.setattr(screen, "fact", facts.put_nowait)
     monkeypatch.setattr(process, "start", start)
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 0.01)
-    child = ChildProcess("decode-0", CONFIG, cores.Share(None, 0), screen)
+    child = ChildProcess("decode-0", CONFIG, cores.CoreShare(None, 0), screen)
     keeping = asyncio.create_task(child.keep())
     assert await facts.get() == "decode-0 exited (the GPU has failed: CUDA error: x); restarting it in 0.01 s"
     first, second = await started.get(), await started.get()

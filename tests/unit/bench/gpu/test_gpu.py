@@ -14,8 +14,8 @@ from bench.commands import gpu as command
 from bench.goals.figures import Row
 from bench.gpu.handoff import gather_rows
 from bench.gpu.loop import nano_vllm_answers
-from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, Shape, make
-from bench.gpu.stages import STAGES, Outcome, Setting, Stage, run
+from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, LlamaShape, make
+from bench.gpu.stages import STAGES, Setting, Stage, StageOutcome, run
 from common.checkpoint.files import open_checkpoint
 from common.config.bench.gpu import BenchGpuConfig
 from common.core.errors import StartError
@@ -55,11 +55,11 @@ def test_a_stage_that_hangs_is_ended(setting: Setting) -> None:
 def test_resuming_runs_failed_and_missing_stages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, dict[str, float]]] = []
 
-    def fake(setting: Setting, which: Stage) -> Outcome:
+    def fake(setting: Setting, which: Stage) -> StageOutcome:
         ran.append((which.name, dict(setting.ceilings)))
         if which.name == "kernels" and not resuming:
-            return Outcome(failure="out of luck", seconds=1.0)
-        return Outcome([Row("", which.name, "", 1.0, (), detail={"copy_bytes_per_s": 3.0})], "", 1.0)
+            return StageOutcome(failure="out of luck", seconds=1.0)
+        return StageOutcome([Row("", which.name, "", 1.0, (), detail={"copy_bytes_per_s": 3.0})], "", 1.0)
 
     monkeypatch.setattr(command, "run_stage", fake)
     save, resuming = tmp_path / "gpu.json", False
@@ -95,7 +95,7 @@ def test_every_stage_is_there() -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE, TINY_SMALL, TINY_LARGE], ids=lambda shape: shape.name)
-def test_weights_are_those_of_transformers(shape: Shape) -> None:
+def test_weights_are_those_of_transformers(shape: LlamaShape) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in shape.config().items() if k != "architectures"}))
     counted = sum(part.numel() for name, part in model.named_parameters() if part.dim() == 2 and "embed" not in name)

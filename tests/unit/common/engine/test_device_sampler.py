@@ -17,7 +17,7 @@ from common.core.sequence import Sequence, TokenLogprobs
 from common.engine.device_sampler import DeviceSampler
 from common.engine.sample_plan import PLAIN
 from common.engine.sampler import SampleRow, peaks, sample
-from common.engine.staging import Staging
+from common.engine.staging import UploadStaging
 from common.engine.token_counts import TokenCounts
 from tests.device_watch import DeviceWatch
 
@@ -71,7 +71,7 @@ def random_logits(rng: random.Random, rows: int) -> torch.Tensor:
 
 
 def on_device(
-    sampler: DeviceSampler, staging: Staging, logits: torch.Tensor, sequences: list[Sequence]
+    sampler: DeviceSampler, staging: UploadStaging, logits: torch.Tensor, sequences: list[Sequence]
 ) -> list[list[Entry]]:
     plan = sampler.plan(sequences)
     last = array("q", [each.tokens[-1] for each in sequences])
@@ -110,7 +110,7 @@ SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.whole) for seed in ra
 def test_any_rows_give_the_same_as_the_cpus_sampler(seed: int) -> None:
     """Sequences come, fork, rest and end as in a worker; the counts follow them."""
     rng = random.Random(seed)
-    sampler, staging = DeviceSampler(VOCAB, CPU), Staging(CPU)
+    sampler, staging = DeviceSampler(VOCAB, CPU), UploadStaging(CPU)
     everybody: list[Sequence] = []
     for _ in range(12):
         while len(everybody) < rng.choice([1, 4, 30]):
@@ -137,7 +137,7 @@ def test_any_rows_give_the_same_as_the_cpus_sampler(seed: int) -> None:
 
 def test_counts_grow_by_one_token_without_another_upload_of_the_history() -> None:
     rng = random.Random(1)
-    sampler, staging = DeviceSampler(VOCAB, CPU), Staging(CPU)
+    sampler, staging = DeviceSampler(VOCAB, CPU), UploadStaging(CPU)
     sampling = SamplingParams(100, 1, temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2)
     sequence = new_sequence(rng, sampling)
     for step in range(6):
@@ -155,7 +155,7 @@ def test_a_step_that_is_repeated_counts_its_token_once() -> None:
     sampling = SamplingParams(100, 1, temperature=0.0, frequency_penalty=0.5)
     sequence = new_sequence(random.Random(2), sampling)
     sequence.append(3)
-    sampler, staging = DeviceSampler(VOCAB, CPU), Staging(CPU)
+    sampler, staging = DeviceSampler(VOCAB, CPU), UploadStaging(CPU)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     first = on_device(sampler, staging, logits, [sequence])
     assert on_device(sampler, staging, logits, [sequence]) == first == on_cpu(logits, [sequence])
@@ -187,7 +187,7 @@ def test_plain_rows_upload_nothing() -> None:
 def test_nothing_leaves_the_device_and_nothing_is_waited_for(seed: int) -> None:
     """Everything runs on meta tensors, which have no values to wait for."""
     rng, meta = random.Random(seed), torch.device("meta")
-    sampler, staging = DeviceSampler(VOCAB, meta), Staging(meta)
+    sampler, staging = DeviceSampler(VOCAB, meta), UploadStaging(meta)
     batch = [new_sequence(rng, random_params(rng), rng.choice([1, 3])) for _ in range(8)]
     for step in range(3):
         plan = sampler.plan(batch)

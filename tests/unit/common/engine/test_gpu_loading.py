@@ -23,7 +23,7 @@ from common.engine.gpu_memory import measure_use
 from common.engine.graph_capture import DRIVER_BYTES
 from common.engine.loading import load_engine
 from common.engine.runner import ModelEngine
-from common.kv.gpu_budget import CONTEXT_BYTES, Share
+from common.kv.gpu_budget import CONTEXT_BYTES, GpuShare
 from common.kv.storage.slab import SlabStore
 from tests.fakes.late_graphs import LateAttention, LateCalls, PaddedStore
 from tests.fakes.stand_in_gpu import MIB, stand_in
@@ -187,7 +187,7 @@ def test_weights_that_do_not_fit_are_not_read(
     with pytest.raises(StartError, match="too little GPU memory for weights"):
         load(machine=stand_in(free=1 << 10))
     with pytest.raises(StartError, match="shared by 40 workers"):
-        load(gpu_share=Share(0.9, 40))
+        load(gpu_share=GpuShare(0.9, 40))
 
 
 def test_int8_is_refused_on_a_gpu(load: Callable[..., ModelEngine]) -> None:

@@ -133,8 +133,8 @@ def test_minted_keys_reach_a_child_and_no_text() -> None:
     assert {party: each.party for party, each in minted.items()} == {party: party for party in PARTIES}
     for each in minted.values():
         assert zmq.curve_public(each.secret) == each.public[each.party]
-    launch = process.Launch("worker", {}, keys=minted["decode"])
-    assert msgspec.json.decode(msgspec.json.encode(launch), type=process.Launch) == launch
+    launch = process.ChildLaunch("worker", {}, keys=minted["decode"])
+    assert msgspec.json.decode(msgspec.json.encode(launch), type=process.ChildLaunch) == launch
     assert minted["decode"].secret.decode() not in repr(launch)
     sent = {party for party, each in minted.items() if base64.b64encode(each.secret) in msgspec.json.encode(launch)}
     assert sent == {"decode"}

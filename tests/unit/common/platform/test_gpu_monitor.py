@@ -27,27 +27,27 @@ class Watched:
         self.monitor = GpuMonitor(self.nvml, [card.uuid for card in cards], every_s=0.02, retry_s=0.05, grace_s=0.1)
         self.faults: list[str] = []
         self.stuck: list[str] = []
-        self.told, self.told_stuck = threading.Event(), threading.Event()
+        self.reported, self.reported_stuck = threading.Event(), threading.Event()
         self.monitor.on_fault = self._on_fault
         self.monitor.on_stuck = self._on_stuck
 
     def _on_fault(self, why: str) -> None:
         self.faults.append(why)
-        self.told.set()
+        self.reported.set()
 
     def _on_stuck(self, why: str) -> None:
         self.stuck.append(why)
-        self.told_stuck.set()
+        self.reported_stuck.set()
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + scaled(5.0)
         while not condition():
             assert time.monotonic() < deadline, self.monitor.states
-            self.told.wait(0.005)
+            self.reported.wait(0.005)
 
     def fault(self) -> str:
         """Return the fault, once it is reported."""
-        assert self.told.wait(scaled(5.0)), self.monitor.states
+        assert self.reported.wait(scaled(5.0)), self.monitor.states
         return self.faults[0]
 
 
@@ -213,7 +213,7 @@ def test_a_worker_that_does_not_leave_is_reported_as_stuck(watch: Callable[..., 
         each.nvml.report(FIRST, 79)
         each.fault()
     leaving.monitor.stop()
-    assert stuck.told_stuck.wait(scaled(5.0)) and stuck.stuck == stuck.faults
+    assert stuck.reported_stuck.wait(scaled(5.0)) and stuck.stuck == stuck.faults
     assert not leaving.stuck
 
 

@@ -104,10 +104,10 @@ def test_readings_follow_heartbeats_and_a_fault_ends_it_in_words() -> None:
 def test_a_fault_from_before_the_loop_runs_is_not_forgotten() -> None:
     nvml = FakeNvml(FakeCard(UUID))
     monitor = watched(nvml)
-    told = threading.Event()
-    monitor.on_fault = lambda _: told.set()
+    reported = threading.Event()
+    monitor.on_fault = lambda _: reported.set()
     nvml.report(UUID, 79)
-    assert told.wait(scaled(5.0))
+    assert reported.wait(scaled(5.0))
     with pytest.raises(StartError, match="Xid 79"):
         run_worker(Coordinator(lambda _: None), monitor)
 

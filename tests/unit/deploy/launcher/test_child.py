@@ -61,7 +61,7 @@ async def test_ipc_carries_scale_requests_replacements_and_pressure() -> None:
     assert not launcher.placed.get_nowait(), "the next coordinator starts without pressure"
 
 
-async def test_the_coordinator_is_told_of_workers_that_ended() -> None:
+async def test_the_launcher_reports_ended_workers_to_the_coordinator() -> None:
     launcher, (ours, theirs) = RecordingLauncher(), socket.socketpair()
     heard: asyncio.Queue[tuple[str, str, float]] = asyncio.Queue()
     ipc = SupervisorIPC(theirs.dup().detach())
@@ -71,7 +71,7 @@ async def test_the_coordinator_is_told_of_workers_that_ended() -> None:
     (follow,) = launcher.followers
     follow(AbsenceReport(WorkerName("decode-0"), "exited (exit code 1)", 0.5))
     assert await heard.get() == ("decode-0", "exited (exit code 1)", 0.5)
-    assert await ipc.scale(2, 2) == (2, 2), "replies are told from reports"
+    assert await ipc.scale(2, 2) == (2, 2), "replies are distinguished from reports"
     theirs.shutdown(socket.SHUT_RDWR)
     theirs.close()
     await serving
@@ -115,7 +115,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
 @pytest.mark.processes
 async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int]) -> None:
     screen = RecordingScreen()
-    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
+    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.CoreShare(None, 0), screen)
     keeper = asyncio.create_task(child.keep())
     assert child.serving() is None
     first = await starts.get()
@@ -143,7 +143,7 @@ async def test_killed_child_leaves_before_serving_child(
     """This holds also before the event loop hears of the death: the serving worker must not be removed in its place."""
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     children = [
-        ChildProcess(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), RecordingScreen())
+        ChildProcess(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.CoreShare(None, 0), RecordingScreen())
         for n in (0, 1)
     ]
     keepers = [asyncio.create_task(child.keep()) for child in children]
@@ -167,7 +167,7 @@ async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
 ) -> None:
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     screen = RecordingScreen()
-    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
+    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.CoreShare(None, 0), screen)
     keeper = asyncio.create_task(child.keep())
     await child.facts
     for _ in range(3):
@@ -185,7 +185,7 @@ async def test_who_ends_again_and_again_is_reported_with_a_longer_wait_each_time
     """Each process is ready at once, and killed; the last wait ends because the worker is not wanted any more."""
     reports: asyncio.Queue[AbsenceReport] = asyncio.Queue()
     config = WorkerConfig(role="decode", model="m")
-    child = ChildProcess("decode-0", config, cores.Share(None, 0), RecordingScreen(), on_absence=reports.put_nowait)
+    child = ChildProcess("decode-0", config, cores.CoreShare(None, 0), RecordingScreen(), on_absence=reports.put_nowait)
     keeper = asyncio.create_task(child.keep())
     for restart_in_s in (0.01, 0.02, 0.04, 0.08):
         os.kill(await starts.get(), signal.SIGKILL)

@@ -69,9 +69,9 @@ def test_a_worker_takes_those_of_its_cores_that_there_are(capsys: pytest.Capture
 
 
 def test_a_quota_or_a_wish_changes_the_threads() -> None:
-    assert cores.deal(range(64), 2, quota=8) == [cores.Share(None, 4)] * 2
+    assert cores.deal(range(64), 2, quota=8) == [cores.CoreShare(None, 4)] * 2
     assert [share.threads for share in cores.deal(range(8), 2, threads=2)] == [2, 2]
-    assert cores.Share((1, 2), 2).cpus == "1,2"
+    assert cores.CoreShare((1, 2), 2).cpus == "1,2"
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_own_threads_divide_usable_cores(
 
 def test_later_workers_get_free_or_least_used_cores() -> None:
     running = cores.deal(range(4), 2)[:1]  # (0, 1)
-    assert cores.deal_more(range(4), running, 1) == [cores.Share((2, 3), 2)]
-    assert cores.deal_more(range(4), running, 2) == [cores.Share((2,), 1), cores.Share((3,), 1)]
+    assert cores.deal_more(range(4), running, 1) == [cores.CoreShare((2, 3), 2)]
+    assert cores.deal_more(range(4), running, 2) == [cores.CoreShare((2,), 1), cores.CoreShare((3,), 1)]
     assert [share.cores for share in cores.deal_more(range(2), cores.deal(range(2), 2), 3)] == [(0,), (1,), (0,)]
-    assert cores.deal_more(range(64), [cores.Share(None, 4)] * 2, 2, quota=8) == [cores.Share(None, 2)] * 2
+    assert cores.deal_more(range(64), [cores.CoreShare(None, 4)] * 2, 2, quota=8) == [cores.CoreShare(None, 2)] * 2
 
 
 def test_the_coordinator_runs_where_it_disturbs_the_fewest() -> None:
-    one, two, three = cores.Share((1,), 1), cores.Share((2, 3), 2), cores.Share((0,), 1)
+    one, two, three = cores.CoreShare((1,), 1), cores.CoreShare((2, 3), 2), cores.CoreShare((0,), 1)
     assert cores.beside(range(4), [one, two], [one]) == (0,), "the core that no worker has"
     assert cores.beside(range(4), [one, two, three], [one]) == (0, 2, 3)
     assert cores.beside(range(4), [one, two, three], [one, two]) == (0,)
     assert cores.beside(range(1, 4), [one, two], [one, two]) == (1, 2, 3), "there is none"
-    assert cores.beside(range(2), [cores.Share((0, 1), 2)], []) == (0, 1)
+    assert cores.beside(range(2), [cores.CoreShare((0, 1), 2)], []) == (0, 1)
 
 
 @pytest.mark.processes

@@ -24,7 +24,7 @@ from common.engine.loading import load_engine
 from common.engine.parallel import Leader
 from common.engine.runner import ModelEngine, sequence_of
 from common.model.collective import SharedMemoryCollective
-from deploy.launcher.cores import Share
+from deploy.launcher.cores import CoreShare
 from deploy.ranks import group
 from deploy.ranks.group import HUNG_S, PING_S, RankGroup
 from tests.e2e.spawner import Spawner
@@ -66,7 +66,7 @@ def start(one_spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> Start:
     @contextmanager
     def start_one(model: Path, end: Ended, ranks: int = 2, **changes: Any) -> Iterator[RankGroup]:
         config = WorkerConfig(model=str(model), role="decode", name="decode-0", dtype="float32", **changes)
-        with RankGroup(config, [Share(None, 1)] * ranks, 16, end) as running:
+        with RankGroup(config, [CoreShare(None, 1)] * ranks, 16, end) as running:
             children = [psutil.Process(pid) for pid in running.pids]
             yield running
         assert not any(child.is_running() for child in children)
