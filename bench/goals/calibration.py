@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from bench.goals.turns import Turn
 from bench.goals.turns import measure as turn_by_turn
+from bench.load.processes import die_with_parent
 from bench.simulate.cost import uniform
 from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
@@ -95,7 +96,7 @@ class Calibration:
 
 def in_child(work: Callable[..., T], *given: Any) -> T:
     """Return ``work(*given)``, computed in a fresh process with its own affinity, threads and memory."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=die_with_parent) as pool:
         return pool.submit(work, *given).result()
 
 

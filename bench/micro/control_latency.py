@@ -28,6 +28,7 @@ import numpy as np
 import uvloop
 
 from bench.load import results
+from bench.load.processes import die_with_parent
 from common.config.bench.control_latency import BenchControlLatencyConfig
 from common.core.errors import StartError
 from common.core.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
@@ -101,6 +102,7 @@ def channels_of(party: Party, key_file: Path | None) -> Channels:
 
 def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
     """Run a worker as a process."""
+    die_with_parent()
     engine = PoolOnly()
     settings = WorkerSettings(coordinator, host_id(), 1, 1, kv_transport="zmq")
     hello = Hello(
@@ -114,6 +116,7 @@ def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
 def ask(coordinator: str, key_file: Path | None, pipe: Connection) -> None:
     """Run an unknown worker as a process: send (end, round trip in seconds) of each answer through ``pipe`` until it is
     closed."""
+    die_with_parent()
     channels = channels_of("decode", key_file)
     socket = channels.dealer(coordinator, identity(WorkerName("stranger"), new_incarnation()))
     beat = Heartbeat(Incarnation("0"), 0, b"", 0, 0, 0, 0, 0, 0, -1, False)
@@ -247,6 +250,7 @@ class Cluster:
 
 def copy_memory() -> None:
     """Copy memory until killed, as a process that is always runnable."""
+    die_with_parent()
     source, target = (np.ones(1 << 20, np.uint8) for _ in range(2))
     while True:
         target[:] = source

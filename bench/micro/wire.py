@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.load import results
+from bench.load.processes import die_with_parent
 from common.config.bench.wire import BenchWireConfig
 from common.core.ids import BlockId, TransferId, WorkerName, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
@@ -43,6 +44,7 @@ _TOKEN = b"t" * 16
 
 def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, tokens: int, gpu: bool) -> None:
     """Run the decode end: expect every transfer that ``pipe`` announces, and acknowledge each announcement."""
+    die_with_parent()
     malloc.keep_freed()  # as in workers
     memory = _pool(tokens, gpu)
     channels = Channels(keys.load(key_file, "decode"), encrypt_kv=encrypt)
