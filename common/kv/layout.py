@@ -10,7 +10,7 @@ type.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -89,6 +89,11 @@ class KvLayout:
             offsets.append(total)
             total += layer.elements * self.element_bytes * self.block_size // self.head_shards
         return tuple(offsets)
+
+    def one_shard(self) -> KvLayout:
+        """Return the layout of a pool that holds a single shard of these blocks."""
+        layers = tuple(replace(layer, kv_heads=layer.kv_heads // self.head_shards) for layer in self.layers)
+        return replace(self, layers=layers, head_shards=1)
 
     def range_bytes(self, first_layer: int, last_layer: int, tokens: int) -> int:
         """Return the canonical size in bytes of ``tokens`` tokens in layers ``[first_layer, last_layer)``."""

@@ -59,6 +59,12 @@ def require_transport(transport: str, memory: Memory, *, sends: bool) -> None:
             "it is in the memory of a GPU",
             "use auto, cuda-ipc, zmq or nccl",
         )
+    if isinstance(memory, CudaMemory) and memory.ranks > 1 and transport == nccl.NAME:
+        raise StartError(
+            "--kv-transport nccl cannot carry the KV of a tensor-parallel worker",
+            "its ranks use NCCL in every layer, and two groups on one GPU can wait for each other for ever",
+            "use auto, cuda-ipc or zmq",
+        )
 
 
 class SendLinks:

@@ -28,7 +28,8 @@ _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
 """Pause after a failed accept (no descriptors or memory), much shorter than a client's timeout."""
 _HOST, _CUDA = b"pool", struct.Struct("<4sQ")
-"""What comes with the descriptors: of host memory, and ("cuda", bytes of the slab) of a GPU's."""
+"""What comes with the descriptors: of host memory, and ("cuda", bytes of each slab) of GPUs'."""
+_MOST_SLABS = 64
 
 
 def _is_of_this_user(peer: socket.socket) -> bool:
@@ -47,7 +48,7 @@ class PoolEndpoint:
             self._exported, self._descriptors, self._words = None, [memory.fd], _HOST
         else:  # exported here, since the GPU's driver is called by one thread only
             self._exported = memory.descriptors()
-            self._descriptors = [self._exported.generations, self._exported.slab]
+            self._descriptors = [self._exported.generations, *self._exported.slabs]
             self._words = _CUDA.pack(b"cuda", self._exported.slab_bytes)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
@@ -109,13 +110,13 @@ class PoolConnection:
         """Return the pool's descriptors, which the caller then owns: one of host memory, or those of a GPU's. None
         until the endpoint has answered. Raises OSError if it is refused."""
         try:
-            words, descriptors, _, _ = socket.recv_fds(self._visitor, 16, 2)
+            words, descriptors, _, _ = socket.recv_fds(self._visitor, 16, 1 + _MOST_SLABS)
         except BlockingIOError:
             return None
         if len(descriptors) == 1 and words == _HOST:
             return descriptors[0]
-        if len(descriptors) == 2 and len(words) == _CUDA.size and words.startswith(b"cuda"):
-            return DeviceDescriptors(descriptors[0], descriptors[1], _CUDA.unpack(words)[1])
+        if len(descriptors) > 1 and len(words) == _CUDA.size and words.startswith(b"cuda"):
+            return DeviceDescriptors(descriptors[0], tuple(descriptors[1:]), _CUDA.unpack(words)[1])
         for each in descriptors:
             os.close(each)
         raise OSError("the endpoint sent no descriptors of a pool")

@@ -86,11 +86,12 @@ class FakeDevice:
     def export(self, memory: DeviceBuffer) -> int:
         return os.dup(self._memory[memory.address][1])
 
-    def attach(self, descriptor: int, size: int) -> DeviceBuffer:
+    def attach(self, descriptor: int, size: int, *, writable: bool = False) -> DeviceBuffer:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise DeviceFailed("the allocation has another size")
-            return self._mapped(os.dup(descriptor), size, mmap.PROT_READ)[0]
+            return self._mapped(os.dup(descriptor), size, protection)[0]
         except OSError as error:
             raise DeviceFailed(str(error)) from error
 

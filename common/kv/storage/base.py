@@ -8,7 +8,7 @@ Must not know the holders of blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,12 +49,28 @@ class PoolMemory(Protocol):
         ...
 
 
+class Places(NamedTuple):
+    """Where the blocks of a pool lie: ``shards`` are the addresses of each shard of block 0, int64 [head_shards], and
+    ``stride`` is the number of bytes from a block to the next one."""
+
+    shards: Numbers
+    stride: int
+
+    @classmethod
+    def of(cls, layout: KvLayout, addresses: Sequence[int]) -> Places:
+        """Return the places in slabs at ``addresses``: one with whole blocks, or one per shard."""
+        if len(addresses) == layout.head_shards:
+            return cls(np.array(addresses, np.int64), layout.shard_bytes)
+        (base,) = addresses
+        return cls(base + np.arange(layout.head_shards, dtype=np.int64) * layout.shard_bytes, layout.block_bytes)
+
+
 def canonical_rows(
-    layout: KvLayout, base: int, blocks: int, table: Table, tokens: range, layers: range
+    layout: KvLayout, places: Places, blocks: int, table: Table, tokens: range, layers: range
 ) -> tuple[Numbers, Numbers]:
     """Return where the cells of ``tokens`` and ``layers`` of the sequence in ``table`` lie in a pool of ``blocks``
-    blocks at address ``base``: the addresses and the sizes in bytes of their pieces, int64 [n] each, in the order of
-    the canonical form (:mod:`common.kv.layout`).
+    blocks at ``places``: the addresses and the sizes in bytes of their pieces, int64 [n] each, in the order of the
+    canonical form (:mod:`common.kv.layout`).
 
     With one shard a piece is a run of tokens in one block, else one token's heads in one shard. Raises IndexError if a
     block or layer is out of range, or if there are no cells.
@@ -68,11 +84,9 @@ def canonical_rows(
     if ids.min() < 0 or ids.max() >= blocks:
         raise IndexError(f"blocks {ids.min()} to {ids.max()} of {blocks}")
     at, row_bytes = _parts(layout, layers)
-    places = base + ids * layout.block_bytes
-    addresses = at[:, None] + row_bytes[:, None] * (starts % layout.block_size) + places
-    shards = np.arange(layout.head_shards, dtype=np.int64) * layout.shard_bytes
+    addresses = at[:, None] + row_bytes[:, None] * (starts % layout.block_size) + ids * places.stride
     sizes = np.broadcast_to((row_bytes[:, None] * counts)[..., None], (*addresses.shape, layout.head_shards))
-    return (addresses[..., None] + shards).ravel(), sizes.ravel()
+    return (addresses[..., None] + places.shards).ravel(), sizes.ravel()
 
 
 def token_runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:

@@ -148,10 +148,10 @@ class CudaDriver:
         )
         return descriptor.value
 
-    def attach(self, descriptor: int, size: int) -> DeviceBuffer:
+    def attach(self, descriptor: int, size: int, *, writable: bool = False) -> DeviceBuffer:
         handle = ctypes.c_ulonglong()
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
-        return self._mapped(handle, size, _READ)
+        return self._mapped(handle, size, _READ_WRITE if writable else _READ)
 
     def host_pin(self, size: int) -> DeviceBuffer:
         address = ctypes.c_void_p()

@@ -54,8 +54,9 @@ class DeviceCalls(Protocol):
         the memory, which then lives at least as long as one of the two processes has it."""
         ...
 
-    def attach(self, descriptor: int, size: int) -> DeviceBuffer:
-        """Map ``size`` bytes of another process's exported memory, read-only; the descriptor stays the caller's."""
+    def attach(self, descriptor: int, size: int, *, writable: bool = False) -> DeviceBuffer:
+        """Map ``size`` bytes of another process's exported memory, which may be on another GPU; the descriptor stays
+        the caller's. Read-only, unless ``writable`` (among the ranks of one worker)."""
         ...
 
     def host_pin(self, size: int) -> DeviceBuffer:

@@ -63,6 +63,8 @@ def test_a_slab_is_exported_as_a_descriptor_and_attached_read_only() -> None:
     attached = driver.attach(77, slab.size)
     assert access(library) == READ, "a receiver cannot write the sender's memory"
     driver.free(attached)
+    driver.attach(77, slab.size, writable=True)
+    assert access(library) == READ_WRITE, "a rank of the same worker can"
     assert [len(library.named(name)) for name in ("cuMemUnmap", "cuMemAddressFree", "cuMemRelease")] == [1, 1, 1]
 
 
