@@ -54,6 +54,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/engine/test_gpu_loading",
             "unit/common/engine/test_gpu_roles",
             "unit/common/engine/test_pool",
+            "unit/common/engine/test_rank_gpus",
             "unit/common/engine/test_device_sampler",
             "unit/common/engine/test_sampler",
             "unit/common/kernels/test_tiles",
@@ -65,6 +66,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/model/test_fp8",
             "unit/common/model/test_load",
             "unit/common/model/test_collective",
+            "unit/common/model/test_process_group",
         ),
         # start processes in most of their tests (matplotlib does, to list the installed fonts)
         *(

@@ -2,7 +2,8 @@
 
 On a CPU the ranks exchange tensors through memory that they share: each rank copies its part into a slot of its own,
 wakes the others, and reads theirs. There is no port that another user could dial, a waiting rank sleeps, and every rank
-adds the parts in the order of the ranks, so all of them get the same bits. On GPUs this is NCCL's work.
+adds the parts in the order of the ranks, so all of them get the same bits. On GPUs this is NCCL's work
+(:mod:`common.model.process_group`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ _ONE = (1).to_bytes(8, "little")
 
 class Collective(abc.ABC):
     """The exchange between the ranks of one model. All ranks must make the same calls, in the same order, with tensors
-    of the same shapes; a call returns when every rank has made it."""
+    of the same shapes. A call returns when every rank has made it; on a GPU it returns at once, and what the GPU is
+    given to do after it waits for that."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.after_sum: Callable[[], None] | None = None
-        """Called after each :meth:`sum`: by then every rank has computed everything before it."""
+        """Called after each :meth:`sum`: by then (on a GPU: at that point of its stream) every rank has computed
+        everything before it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release what the exchange holds; no call may be under way."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Replace ``x`` (any shape, the same on all ranks) by the sum over all ranks, in place, and return it."""

@@ -1,6 +1,6 @@
 """The descriptors through which the ranks of a tensor-parallel worker on one machine exchange tensors.
 
-They exist before any rank imports torch; :mod:`common.model.collective` uses them.
+They exist before any rank imports torch; :mod:`common.model.collective` and :mod:`common.model.process_group` use them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ SLOT_BYTES = 4 << 20
 @dataclass(frozen=True)
 class Wiring:
     """The descriptors through which ranks on one machine exchange tensors. ``memory``: an anonymous file. ``signals``:
-    an eventfd (in semaphore mode) for each ordered pair (from, to) of ranks."""
+    an eventfd (in semaphore mode) for each ordered pair (from, to) of ranks on CPUs; none on GPUs, where the file is
+    the store in which the ranks find each other."""
 
     memory: int
     signals: Mapping[tuple[int, int], int]
@@ -28,6 +29,11 @@ class Wiring:
         os.ftruncate(memory, 2 * size * SLOT_BYTES)
         pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
         return cls(memory, {pair: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) for pair in pairs})
+
+    @classmethod
+    def create_store(cls) -> Wiring:
+        """Create the descriptors for ranks on GPUs; the caller owns them."""
+        return cls(os.memfd_create("tandem-ranks", os.MFD_CLOEXEC), {})
 
     @property
     def descriptors(self) -> tuple[int, ...]:

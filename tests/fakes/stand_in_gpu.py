@@ -22,8 +22,8 @@ class StandIn(Device):
     address = "cpu"  # type: ignore[assignment]
 
 
-def stand_in(total: int = 2048 * MIB, free: int = 2000 * MIB) -> Device:
-    gpu = Gpu(0, "GPU-1", "NVIDIA H200", total, free, (9, 0))
+def stand_in(total: int = 2048 * MIB, free: int = 2000 * MIB, uuid: str = "GPU-1") -> Device:
+    gpu = Gpu(0, uuid, "NVIDIA H200", total, free, (9, 0))
     return StandIn(**vars(probe_gpu(gpu)))
 
 
