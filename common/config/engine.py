@@ -55,8 +55,9 @@ class EngineOptions:
 
     device: str = option(
         "auto",
-        "where to compute: cpu, cuda (tandem up divides the visible GPUs among its workers), cuda:N (visible GPU N), "
-        "or auto (GPUs if the driver shows any and torch is built with CUDA, else the CPU)",
+        "where to compute: cpu, cuda (tandem up divides the visible GPUs among its workers), cuda:N (visible GPU N; "
+        "with --tensor-parallel-size also those after it), or auto (GPUs if the driver shows any and torch is built "
+        "with CUDA, else the CPU)",
         DEVICE,
         "model",
     )
@@ -98,7 +99,7 @@ class EngineOptions:
     )
     tensor_parallel_size: int = option(
         1,
-        "number of ranks (processes) among which each worker splits the model",
+        "number of ranks (processes, on GPUs with one each) among which each worker splits the model",
         count(1, 64),
         "model",
     )

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ _SPINS = "4000"
 """Iterations of libgomp's spin loop before a waiting thread sleeps, 0.07 to 0.2 ms: longer than any gap between two
 operations of a step. With far more, a waiting thread could occupy the only core on which the thread that it waits for
 can run, while another process has that thread's own core."""
+_FREE = 0.9
+"""Part of a GPU's memory that is free if nothing else uses the GPU."""
 _FIRST_WITH_BF16 = (8, 0)
 """Compute capability from which on GPUs multiply bfloat16."""
 
@@ -59,10 +61,49 @@ def choose(wanted: str) -> tuple[Device, str]:
     return (probe_gpu(gpus[0]) if gpus else probe_cpu()), reason
 
 
-def usable_gpus(wanted: str) -> tuple[list[Gpu], str]:
+def choose_ranks(wanted: str, ranks: int) -> tuple[list[Device], str]:
+    """Return the devices of a worker with ``ranks`` ranks for ``--device wanted``, and the reason as
+    :func:`usable_gpus`: the CPU, or a GPU for each rank. These are ``cuda:N`` and the visible ones after it, with auto
+    and cuda the first visible ones, those that nothing else uses before others. Raises StartError if there are too few,
+    or if they are not of one kind."""
+    if ranks == 1:
+        machine, reason = choose(wanted)
+        return [machine], reason
+    gpus, reason = usable_gpus(wanted, and_after=True)
+    if not gpus:
+        return [probe_cpu()], reason
+    named = wanted.startswith("cuda:")
+    if len(gpus) < ranks:
+        raise _too_few(ranks, gpus, f"visible from {wanted} on" if named else "visible")
+    if not named:
+        gpus.sort(key=lambda each: each.free_bytes < _FREE * each.total_bytes)
+    chosen = sorted(gpus[:ranks], key=lambda each: each.index)
+    if len({each.capability for each in chosen}) > 1:
+        raise StartError(
+            "the ranks of a worker need GPUs of one kind",
+            f"it would get {_listed(chosen)}",
+            "show it GPUs of one kind with CUDA_VISIBLE_DEVICES",
+        )
+    return [probe_gpu(each) for each in chosen], reason
+
+
+def _too_few(ranks: int, gpus: Sequence[Gpu], which: str) -> StartError:
+    return StartError(
+        f"{ranks} ranks need {ranks} GPUs",
+        f"{which} are {len(gpus)}: {_listed(gpus)}",
+        f"give --tensor-parallel-size {len(gpus)} or less, make more GPUs visible, or give --device cpu",
+    )
+
+
+def _listed(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(f"cuda:{each.index} ({each.name})" for each in gpus)
+
+
+def usable_gpus(wanted: str, *, and_after: bool = False) -> tuple[list[Gpu], str]:
     """Return the GPUs that ``--device wanted`` (auto, cpu, cuda or cuda:N) allows, none for the CPU, and the reason in
-    words ("" if there is nothing to say). Raises StartError if a GPU is demanded that cannot be used. A UUID in
-    CUDA_VISIBLE_DEVICES demands that GPU, also with auto: a worker whose GPU is gone must not go on on the CPU."""
+    words ("" if there is nothing to say); ``and_after``: with cuda:N also the visible ones after it. Raises StartError
+    if a GPU is demanded that cannot be used. A UUID in CUDA_VISIBLE_DEVICES demands that GPU, also with auto: a worker
+    whose GPU is gone must not go on on the CPU."""
     if wanted == "cpu":
         return [], ""
     try:
@@ -82,9 +123,10 @@ def usable_gpus(wanted: str) -> tuple[list[Gpu], str]:
             return [], f"computing on the CPU though there is a GPU ({gpus[0].name}): {why}"
         raise StartError(f"--device {wanted} cannot be used", why, "install a torch with CUDA, or give --device cpu")
     if wanted.startswith("cuda:"):
-        known = ", ".join(f"cuda:{each.index} ({each.name})" for each in gpus)
-        gpus = [each for each in gpus if f"cuda:{each.index}" == wanted]
-        if not gpus:
+        known = _listed(gpus)
+        number = int(wanted.removeprefix("cuda:"))
+        gpus = [each for each in gpus if each.index == number or (and_after and each.index > number)]
+        if not gpus or gpus[0].index != number:
             raise StartError(
                 f"there is no {wanted}", f"visible are {known}", "choose one of these, or give --device cuda"
             )

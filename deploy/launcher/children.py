@@ -19,11 +19,12 @@ def role_of(child: ChildProcess) -> Role | None:
 
 
 def place_of(child: ChildProcess, gpus: Sequence[Gpu]) -> Place:
-    """Return where ``child`` computes, one of ``gpus`` or the CPU."""
+    """Return where ``child`` computes, some of ``gpus`` or the CPU."""
     if not isinstance(child.config, WorkerConfig):
         return Place()
-    gpu = next((each for each in gpus if each.uuid == child.visible_gpus), None)
-    return Place(child.config.device, gpu, child.config.workers_on_gpu)
+    by_uuid = {each.uuid: each for each in gpus}
+    own = tuple(by_uuid[uuid] for uuid in child.visible_gpus.split(",") if uuid in by_uuid)
+    return Place(child.config.device, own, child.config.workers_on_gpu)
 
 
 class Children:

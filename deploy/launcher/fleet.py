@@ -8,9 +8,10 @@ from typing import NamedTuple
 from common.config.up import UpConfig
 from common.core.errors import StartError
 from common.net.messages import Role
+from common.platform.device import usable_gpus
 from common.platform.gpu import Gpu
 from deploy.launcher import cores
-from deploy.launcher.gpus import Place, deal
+from deploy.launcher.gpus import Place, deal_ranks
 
 
 class PlannedWorker(NamedTuple):
@@ -30,7 +31,8 @@ def plan(config: UpConfig, gpus: Sequence[Gpu] = ()) -> list[PlannedWorker]:
     counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
     names: list[tuple[str, Role]] = [(f"{role}-{index}", role) for role, count in counts for index in range(count)]
     ranks = [config.ranks_of(role) for _, role in names]
-    return planned_workers(names, ranks, cores.deal(mine, sum(ranks), quota, config.threads), deal(gpus, len(names)))
+    shares = cores.deal(mine, sum(ranks), quota, config.threads)
+    return planned_workers(names, ranks, shares, deal_ranks(gpus, ranks))
 
 
 def planned_workers(
@@ -41,6 +43,13 @@ def planned_workers(
     rest = iter(shares)
     joined = [cores.joined([next(rest) for _ in range(count)]) for count in ranks]
     return [PlannedWorker(*name, share, place) for name, share, place in zip(names, joined, places, strict=True)]
+
+
+def allowed_gpus(config: UpConfig) -> tuple[list[Gpu], str]:
+    """Return the GPUs for workers, none for the CPU, and the reason, as :func:`usable_gpus`; if a worker has several
+    ranks, ``cuda:N`` and the visible ones after it."""
+    ranks = max(config.ranks_of(role) for role in ("prefill", "decode", "colocated"))
+    return usable_gpus(config.device, and_after=ranks > 1)
 
 
 def machine(config: UpConfig) -> tuple[list[int], int | None]:

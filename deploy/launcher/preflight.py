@@ -49,8 +49,9 @@ def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
     """Check the start of one worker without a launcher. Raises StartError."""
     cores.choose(config.cores)
     check_name(config.coordinator)
-    gpus, _ = device.usable_gpus(config.device)
-    place = Place(address(gpus[0]), gpus[0], config.workers_on_gpu) if gpus else Place()
+    machines, _ = device.choose_ranks(config.device, config.tensor_parallel_size)
+    gpus = tuple(each.gpu for each in machines if each.gpu is not None)
+    place = Place(address(gpus[0]), gpus, config.workers_on_gpu) if gpus else Place()
     check_memory(checkpoint, config, config.workers_on_host, [place] if gpus else [place] * config.workers_on_host)
     if config.role == "decode":
         claim_port(config.host, 0, "--host").close()
@@ -105,9 +106,10 @@ def _most_for_kv(
     """Return the bytes of KV that a worker at ``place`` can have. Raises StartError if its weights do not fit."""
     if place.gpu is None:
         return kv_bytes(config, workers)
-    weights = checkpoint.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[checkpoint.dtype]
+    ranks = len(place.gpus)
+    weights = checkpoint.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[checkpoint.dtype] // ranks
     share = GpuShare(config.gpu_memory_utilization, place.sharing)
-    most = most_for_kv(place.gpu.total_bytes, place.gpu.free_bytes, weights, share)
+    most = ranks * min(most_for_kv(gpu.total_bytes, gpu.free_bytes, weights, share) for gpu in place.gpus)
     return most if config.kv_cache_memory is None else config.kv_cache_memory
 
 

@@ -14,13 +14,12 @@ from common.config.coordinator import CoordinatorConfig
 from common.config.up import UpConfig
 from common.core.errors import StartError
 from common.net.messages import Role
-from common.platform.device import usable_gpus
 from common.platform.gpu import Gpu
 from deploy.launcher import cores, fleet
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.children import Children, place_of, role_of
 from deploy.launcher.fleet import PlannedWorker
-from deploy.launcher.gpus import deal
+from deploy.launcher.gpus import deal_ranks
 from deploy.launcher.ipc import Pools
 from deploy.launcher.placement import CorePlacement
 from deploy.launcher.preflight import check_memory
@@ -107,7 +106,7 @@ class Scaling:
                 child.send(signal.SIGKILL)
 
     async def _change(self, wanted: Mapping[Role, int]) -> Pools:
-        gpus, _ = await asyncio.to_thread(usable_gpus, self._config.device)
+        gpus, _ = await asyncio.to_thread(fleet.allowed_gpus, self._config)
         coming, leaving = self._difference(wanted, gpus)
         await asyncio.to_thread(self._check_memory, coming, gpus)
         self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
@@ -155,7 +154,7 @@ class Scaling:
         if names and pinned and not gpus:
             todo = "look at nvidia-smi, and scale up when they are back"
             raise StartError("there is no GPU for more workers", "this machine's are gone", todo)
-        places = deal(gpus, len(names), pinned)
+        places = deal_ranks(gpus, ranks, pinned)
         coming = fleet.planned_workers(names, ranks, shares, places)
         return [self._make_worker(member, len(staying) + len(coming)) for member in coming], leaving
 

@@ -25,12 +25,11 @@ from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.ids import WorkerName
 from common.net.hosts import bracketed
-from common.platform.device import usable_gpus
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.children import Children
-from deploy.launcher.fleet import PlannedWorker, plan
+from deploy.launcher.fleet import PlannedWorker, allowed_gpus, plan
 from deploy.launcher.ipc import AbsenceReport, Pools
 from deploy.launcher.placement import CorePlacement
 from deploy.launcher.preflight import check_up
@@ -52,7 +51,7 @@ def run(config: UpConfig) -> int:
         setup_logging(config.log_level, config.log_format, "up", sys.stdout)
     screen: Screen = Terminal(console) if console.is_terminal else Lines()
     config, notice = builtin.with_model(config, os.environ)
-    gpus, why = usable_gpus(config.device)
+    gpus, why = allowed_gpus(config)
     fleet = plan(config, gpus)
     with check_up(config, [member.place for member in fleet]) as config:
         origin = f" ({config.model})" if config.model != config.served_name else ""
@@ -157,7 +156,7 @@ class Supervisor:
             workers_on_host=workers,
             threads=member.share.threads,
             cpus=member.share.cpus or self._config.cpus,
-            device="cpu" if member.place.gpu is None else "cuda",  # the only GPU that it sees
+            device="cpu" if member.place.gpu is None else "cuda",  # it sees only its own
             workers_on_gpu=member.place.sharing,
         )
         return ChildProcess(

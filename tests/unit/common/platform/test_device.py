@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 
 from common.core.errors import StartError
 from common.platform import device, gpu
-from common.platform.device import Device, choose, choose_dtype, probe_gpu, usable_gpus
+from common.platform.device import Device, choose, choose_dtype, choose_ranks, probe_gpu, usable_gpus
 from common.platform.gpu import Gpu
 from common.platform.memory import GIB
 from tests.fakes import nvml
-from tests.fakes.nvml import two_gpus
+from tests.fakes.nvml import GIB as NVML_GIB
+from tests.fakes.nvml import FakeGpu, two_gpus
 
 
 def machine(*, bf16: bool = True, fp16: bool = False) -> Device:
@@ -152,3 +154,51 @@ def test_a_worker_is_pinned_with_its_threads() -> None:
         "assert pin(threads=2) == 2 and torch.get_num_threads() == 2 and 0 < int(os.environ['GOMP_SPINCOUNT']) < 10000"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def install_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu) -> None:
+    nvml.install(monkeypatch, list(gpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "visible", "expected"),
+    [
+        ("auto", None, ["GPU-0", "GPU-2"]),  # something computes on the second one
+        ("cuda", "3,2,0", ["GPU-3", "GPU-2"]),
+        ("cuda", "1,2", ["GPU-1", "GPU-2"]),
+        ("cuda:1", None, ["GPU-1", "GPU-2"]),
+        ("cuda:2", None, ["GPU-2", "GPU-3"]),
+    ],
+)
+def test_each_rank_gets_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, visible: str | None, expected: list[str]
+) -> None:
+    used = FakeGpu("GPU-1", free=20 * NVML_GIB)
+    install_gpus(monkeypatch, FakeGpu("GPU-0"), used, FakeGpu("GPU-2"), FakeGpu("GPU-3"))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machines, _ = choose_ranks(wanted, 2)
+    assert [each.gpu.uuid for each in machines if each.gpu is not None] == expected
+    assert choose_ranks(wanted, 1)[0] == [choose(wanted)[0]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "words"),
+    [
+        ("auto", 3, "3 ranks need 3 GPUs: visible are 2: cuda:0 .NVIDIA H200., cuda:1 .NVIDIA T4.; .*size 2 or less"),
+        ("cuda:1", 2, "2 ranks need 2 GPUs: visible from cuda:1 on are 1: cuda:1 .NVIDIA T4."),
+        ("cuda:2", 2, "there is no cuda:2"),
+        ("cuda", 2, "the ranks of a worker need GPUs of one kind: it would get cuda:0 .NVIDIA H200., cuda:1"),
+    ],
+)
+def test_gpus_that_are_too_few_or_differ_are_refused_in_words(gpus: None, wanted: str, ranks: int, words: str) -> None:
+    with pytest.raises(StartError) as caught:
+        choose_ranks(wanted, ranks)
+    assert re.search(words, f"{caught.value.what}: {caught.value.why}; {caught.value.todo}")
+
+
+def test_all_ranks_are_on_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "_DRIVERS", (tmp_path / "none",))
+    assert [each.kind for each in choose_ranks("auto", 4)[0]] == ["cpu"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,11 +23,11 @@ from deploy.cli import main as cli
 from deploy.launcher import fleet as planning
 from deploy.launcher import preflight, process, supervisor
 from deploy.launcher.child import ChildProcess
-from deploy.launcher.gpus import Place, deal
+from deploy.launcher.gpus import Place, deal, deal_ranks
 from deploy.launcher.screen import Lines
 from tests.fakes import nvml
 from tests.fakes.checkpoint import fake_checkpoint
-from tests.fakes.nvml import two_gpus
+from tests.fakes.nvml import FakeGpu, two_gpus
 
 GIB = 1 << 30
 
@@ -55,6 +56,64 @@ def test_gpus_are_divided_among_the_workers(there_are: int, workers: int, expect
 def test_new_workers_go_where_the_fewest_are() -> None:
     places = deal(gpus(3), 3, ["GPU-0", "GPU-0", "GPU-2"])
     assert [(place.device, place.sharing) for place in places] == [("cuda:1", 2), ("cuda:1", 2), ("cuda:2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("there_are", "ranks", "running", "expected"),
+    [
+        (4, [2, 2], [], ["GPU-0,GPU-1", "GPU-2,GPU-3"]),
+        (4, [2, 1, 1], [], ["GPU-0,GPU-1", "GPU-2", "GPU-3"]),
+        (4, [1, 2, 1, 1], [], ["GPU-2", "GPU-0,GPU-1", "GPU-3", "GPU-2"]),
+        (3, [1, 2], [], ["GPU-2", "GPU-0,GPU-1"]),
+        (6, [2, 1], ["GPU-1,GPU-2", "GPU-0"], ["GPU-3,GPU-4", "GPU-5"]),
+        (4, [1, 1], ["GPU-0,GPU-1", "GPU-2"], ["GPU-3", "GPU-2"]),
+        (2, [1, 1, 1], [], ["GPU-0", "GPU-1", "GPU-0"]),
+        (0, [2, 1], [], ["", ""]),
+    ],
+)
+def test_each_rank_has_a_gpu_to_itself(
+    there_are: int, ranks: list[int], running: list[str], expected: list[str]
+) -> None:
+    assert [place.visible for place in deal_ranks(gpus(there_are), ranks, running)] == expected
+
+
+@pytest.mark.parametrize(
+    ("there_are", "ranks", "running", "why"),
+    [
+        (3, [2, 2], [], "workers of 2 and 2 ranks need 4 GPUs: .* there are 3;"),
+        (2, [2, 1], [], "workers of 2 and 1 ranks need 3 GPUs: .* there are 2;"),
+        (4, [2], ["GPU-0,GPU-1", "GPU-3"], "need 2 GPUs: .* there are 4, of which 3 have workers already"),
+        (2, [1], ["GPU-0,GPU-1"], "need 1 GPUs: .* there are 2, of which 2 have workers already"),
+    ],
+)
+def test_too_few_gpus_for_the_ranks_are_counted_in_words(
+    there_are: int, ranks: list[int], running: list[str], why: str
+) -> None:
+    with pytest.raises(StartError) as caught:
+        deal_ranks(gpus(there_are), ranks, running)
+    assert re.search(why, f"{caught.value.what}: {caught.value.why}; {caught.value.todo}")
+
+
+def test_up_gives_each_rank_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is told the first GPU."""
+    nvml.install(monkeypatch, [FakeGpu(f"GPU-{number}") for number in range(4)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    config = UpConfig(model="m", prefill_tensor_parallel_size=2)
+    for where, expected in (("auto", ["GPU-0,GPU-1", "GPU-2"]), ("cuda:1", ["GPU-1,GPU-2", "GPU-3"])):
+        config = replace(config, device=where)
+        fleet = planning.plan(config, planning.allowed_gpus(config)[0])
+        assert [member.place.visible for member in fleet] == expected
+
+
+def test_a_start_of_ranks_checks_each_of_their_gpus(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(fake_checkpoint(tmp_path / "m")))
+    config = UpConfig(model="m", max_model_len=64, tensor_parallel_size=2)
+    one, other = gpus(2)
+    preflight.check_memory(checkpoint, config, 1, [Place("cuda:0", (one, other))])
+    full = replace(other, free_bytes=1 << 10)
+    with pytest.raises(StartError, match="too little memory for one full-length request"):
+        preflight.check_memory(checkpoint, config, 1, [Place("cuda:0", (one, full))])
 
 
 def test_up_gives_each_worker_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
