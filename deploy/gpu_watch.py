@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import NoReturn
 
 from common.platform.device import Device
@@ -15,15 +16,15 @@ from deploy.launcher import status
 log = logging.getLogger("tandem.gpu")
 
 
-def watched(machine: Device) -> list[str]:
-    """Return the UUIDs of the GPUs that a worker on ``machine`` computes on."""
-    return [] if machine.gpu is None else [machine.gpu.uuid]
+def watched(machines: Sequence[Device]) -> list[str]:
+    """Return the UUIDs of the GPUs that a worker with ranks on ``machines`` computes on."""
+    return [each.gpu.uuid for each in machines if each.gpu is not None]
 
 
-def start(machine: Device) -> GpuMonitor | None:
-    """Start watching the GPUs of a worker on ``machine``; None if it has none, or if NVML does not answer. Raises
-    StartError if one of them is unhealthy, so that a restarted worker does not load its model onto it."""
-    uuids = watched(machine)
+def start(machines: Sequence[Device]) -> GpuMonitor | None:
+    """Start watching the GPUs of a worker with ranks on ``machines``; None if it has none, or if NVML does not answer.
+    Raises StartError if one of them is unhealthy, so that a restarted worker does not load its model onto it."""
+    uuids = watched(machines)
     if not uuids:
         return None
     import pynvml  # only here: a worker on a CPU needs no NVML

@@ -76,9 +76,9 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     open_files.raise_limit()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     try:
-        machine = _device(config)
-        with _ranks(config, machine) as ranks:
-            worker = build(config, checkpoint, keys or config.keys_of(config.role), machine, ranks)
+        machines = _devices(config)
+        with _ranks(config, machines) as ranks:
+            worker = build(config, checkpoint, keys or config.keys_of(config.role), machines, ranks)
             with _borrowing(lent, others) as worker.steps.cores:
                 gc.freeze()  # the model lives as long as the process: collections need not traverse it
                 worker.run()
@@ -96,13 +96,15 @@ def build(
     config: WorkerConfig,
     checkpoint: Checkpoint,
     keys: ClusterKeys | None,
-    machine: device.Device,
+    machines: Sequence[device.Device],
     ranks: RankGroup | None = None,
 ) -> Worker:
-    """Load the engine of ``checkpoint`` on ``machine``, warm it up, and return a worker of the configured role, ready
-    to run. ``ranks``: the other ranks of a tensor-parallel worker."""
+    """Load the engine of ``checkpoint`` on the first of ``machines``, warm it up, and return a worker of the configured
+    role, ready to run. ``ranks``: the other ranks of a tensor-parallel worker, which on GPUs are on the other
+    machines."""
+    machine = machines[0]
     status.report("importing", text="torch and transformers")
-    monitor = gpu_watch.start(machine)
+    monitor = gpu_watch.start(machines)
     own = cores.choose(config.cores)
     device.pin(*_shares(config)[0])
     threads.compute()
@@ -139,23 +141,32 @@ def build(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         kv_bytes=engine.memory.blocks * engine.layout.block_bytes,
         max_model_len=engine.max_model_len,
-        device=machine.shown,
+        device=_shown(machines),
         dtype=engine.layout.dtype,
         notes=list(engine.notes),
     )
     return worker
 
 
-def _device(config: WorkerConfig) -> device.Device:
-    """Return the device to compute on. Raises StartError if it cannot be used."""
-    machine, why = device.choose(config.device)
-    if machine.gpu is not None:
+def _devices(config: WorkerConfig) -> list[device.Device]:
+    """Return the device to compute on, of a tensor-parallel worker on GPUs that of each rank. Raises StartError if they
+    cannot be used."""
+    machines, why = device.choose_ranks(config.device, config.tensor_parallel_size)
+    if machines[0].gpu is not None:
         gpu.number_by_bus()
     else:
         device.hide_triton()
-    if why and machine.gpu is None:
+    if why and machines[0].gpu is None:
         log.warning("%s", why)
-    return machine
+    return machines
+
+
+def _shown(machines: Sequence[device.Device]) -> str:
+    """Return the devices as the start line shows them."""
+    if len(machines) == 1:
+        return machines[0].shown
+    numbers = ", ".join(str(each.gpu.number) for each in machines if each.gpu is not None)
+    return f"GPUs {numbers} ({machines[0].name})"
 
 
 def _batched_tokens(config: WorkerConfig, machine: device.Device) -> int:
@@ -179,14 +190,17 @@ def _shares(config: WorkerConfig) -> list[cores.CoreShare]:
 
 
 @contextlib.contextmanager
-def _ranks(config: WorkerConfig, machine: device.Device) -> Iterator[RankGroup | None]:
+def _ranks(config: WorkerConfig, machines: Sequence[device.Device]) -> Iterator[RankGroup | None]:
     """Run the other ranks of a tensor-parallel worker within the block; None without tensor parallelism."""
     if config.tensor_parallel_size == 1:
         yield None
         return
     from deploy.ranks.group import RankGroup
 
-    with RankGroup(config, _shares(config), _batch_hint(config, machine), _end) as ranks:
+    gpus = [each.address for each in machines if each.gpu is not None]
+    if gpus:
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # the ranks are on one machine, and so is all that uses NCCL here
+    with RankGroup(config, _shares(config), _batch_hint(config, machines[0]), _end, gpus) as ranks:
         yield ranks
 
 
@@ -212,9 +226,8 @@ def _load(
     leader = None
     if ranks is not None:
         from common.engine.parallel import Leader
-        from common.model.collective import SharedMemoryCollective
 
-        leader = Leader(SharedMemoryCollective(0, ranks.size, ranks.wiring), ranks.channel)
+        leader = Leader(ranks.connect(machine), ranks.channel)
     return load_engine(
         checkpoint,
         machine=machine,

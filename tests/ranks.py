@@ -1,4 +1,7 @@
-"""Tensor-parallel engines whose ranks are threads of the test's process, over the sockets and memory of real ones."""
+"""Tensor-parallel engines whose ranks are threads of the test's process, over the sockets and memory of real ones.
+
+On GPUs, which are fake here, the ranks meet in a process group of gloo, and each has a slab of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from common.attention.registry import Wanted
 from common.checkpoint.files import open_checkpoint
-from common.engine import parallel
+from common.engine import loading, parallel, rank_follower, rank_pools
 from common.engine.loading import load_engine
+from common.engine.pool import cuda_store, make_store
 from common.engine.runner import ModelEngine
+from common.kv.layout import KvLayout
+from common.kv.storage.interface import KvStorage
 from common.model import parallel_check
-from common.model.collective import SharedMemoryCollective
+from common.model.process_group import connect
+from common.platform.device import Device, probe_cpu
 from common.platform.wiring import Wiring
 from deploy.ranks.channel import FollowerChannel, LeaderChannel
+from tests.fakes.device_calls import FakeDevice
+from tests.fakes.stand_in_gpu import stand_in
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "batch_hint": 16}
 _loading = threading.Lock()
@@ -39,15 +50,39 @@ _load_share, _load_whole = _in_turn(parallel.load_share), _in_turn(parallel_chec
 
 
 def _close(engine: ModelEngine) -> None:
-    if engine.memory.fd >= 0:  # else the test has closed it
+    if hasattr(engine.memory, "generations"):  # else the test has closed it
         engine.close()
 
 
 @contextmanager
-def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngine]:
+def fake_gpus() -> Iterator[list[FakeDevice]]:
+    """Put the pools of stand-in GPUs into the memory of fake devices, one per pool; yield these."""
+    devices: list[FakeDevice] = []
+
+    def device(_: Any = None) -> FakeDevice:
+        devices.append(FakeDevice())
+        return devices[-1]
+
+    def one(layout: KvLayout, blocks: int, machine: Device, where: torch.device, codec: Any) -> KvStorage:
+        if machine.gpu is None:
+            return make_store(layout, blocks, machine, where, codec)
+        return cuda_store(layout, blocks, where, device(), codec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_pools, "device_calls", device)
+        patch.setattr(loading, "make_store", one)
+        yield devices
+    assert not any(each.allocated for each in devices), "memory of a GPU was not freed"
+
+
+@contextmanager
+def split_engine(model: Path, ranks: int, *, gpu: bool = False, **options: Any) -> Iterator[ModelEngine]:
     """Yield an engine of ``model`` with ``ranks`` ranks, for the duration of the block; an ordinary one for 1.
-    ``options`` are those of ``load_engine``. A rank that fails makes the block fail with its error."""
+    ``options`` are those of ``load_engine``. With ``gpu`` it computes on stand-ins, within :func:`fake_gpus`. A rank
+    that fails makes the block fail with its error."""
     checkpoint, shared = open_checkpoint(str(model)), OPTIONS | options
+    machine = stand_in() if gpu else probe_cpu()
+    shared |= {"machine": machine, "attention": Wanted("torch")} if gpu else {}
     own = {"max_batched_tokens": 512, "max_num_seqs": 8, "num_kv_blocks": 256}
     own |= {name: shared.pop(name) for name in own if name in shared}
     if ranks == 1:
@@ -55,12 +90,12 @@ def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngin
         yield engine
         _close(engine)
         return
-    wiring, errors = Wiring.create(ranks), list[Exception]()
+    wiring, errors = Wiring.create_store() if gpu else Wiring.create(ranks), list[Exception]()
 
     def follow(rank: int, end: socket.socket) -> None:
         try:
-            with closing(SharedMemoryCollective(rank, ranks, wiring)) as collective:
-                parallel.follow(checkpoint, collective, FollowerChannel(end), **shared)
+            with closing(connect(rank, ranks, wiring, machine)) as collective:
+                rank_follower.follow(checkpoint, collective, FollowerChannel(end), **shared)
         except Exception as error:
             errors.append(error)
             release()
@@ -72,7 +107,7 @@ def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngin
             os.write(signal, (1 << 20).to_bytes(8, "little"))
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        for module in (parallel, parallel_check):
+        for module in (parallel, parallel_check, rank_follower):
             patch.setattr(module, "load_share", _load_share)
         patch.setattr(parallel_check, "load_whole", _load_whole)
         stack.callback(wiring.close)
@@ -88,7 +123,7 @@ def split_engine(model: Path, ranks: int, **options: Any) -> Iterator[ModelEngin
             for end in ends:
                 stack.callback(end.close)
         try:
-            collective = stack.enter_context(closing(SharedMemoryCollective(0, ranks, wiring)))
+            collective = stack.enter_context(closing(connect(0, ranks, wiring, machine)))
             leader = parallel.Leader(collective, LeaderChannel([ours for ours, _ in pairs]))
             engine = load_engine(checkpoint, **shared, **own, leader=leader)
             yield engine

@@ -5,7 +5,7 @@ One upload before it, the sampler behind it, and one read at its end. Between th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from common.engine.batch import DeviceStep, FlatStep
 from common.engine.device_sampler import DeviceSampler
 from common.engine.faults import wait_for
 from common.engine.sample_plan import SamplePlan
-from common.engine.staging import UploadStaging
+from common.engine.staging import Column, UploadStaging
 
 Entry = tuple[int, TokenLogprobs | None]
 """A sampled token, -1 where the logits were not finite, and its log-probabilities if the request wants them."""
@@ -40,8 +40,7 @@ class DeviceSteps:
         outside the vocabulary, which on a GPU would not fail one request but end the process."""
         if max(step.ids) >= self._token_ids:
             raise IndexError(f"a token outside the vocabulary of {self._token_ids}")
-        columns = {name: getattr(step, name) for name in ("ids", "positions", "blocks", "offsets", "kept")}
-        return DeviceStep.of(step, self._staging.upload(columns | (plan.columns if plan is not None else {})))
+        return uploaded(step, self._staging, plan.columns if plan is not None else {})
 
     def sample(self, logits: torch.Tensor, step: DeviceStep, plan: SamplePlan) -> list[list[Entry]]:
         """Return the entries of each sequence of ``plan``, one per choice, from their ``logits`` [R, vocab_size]. This
@@ -57,3 +56,9 @@ class DeviceSteps:
     def forget(self) -> None:
         """Forget what the device knows of sequences, after a step that failed."""
         self.sampler.forget()
+
+
+def uploaded(step: FlatStep, staging: UploadStaging, more: Mapping[str, Column] | None = None) -> DeviceStep:
+    """Return ``step`` with its columns on the device of ``staging``, and ``more`` columns beside them."""
+    columns = {name: getattr(step, name) for name in ("ids", "positions", "blocks", "offsets", "kept")}
+    return DeviceStep.of(step, staging.upload(columns | dict(more or {})))

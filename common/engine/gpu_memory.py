@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from common.engine.cuda_graphs import MAX_ROWS
 from common.engine.faults import free_cached, shortage_in_words, wait_for
 from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import DRIVER_BYTES, GraphUse
+from common.engine.rank_messages import Channel
 from common.engine.runner import ModelEngine
 from common.kv.gpu_budget import GpuUse
 
@@ -22,6 +24,30 @@ _EVERYTHING = SamplingParams(
 """Parameters for which sampling takes the most memory."""
 
 
+class UseMeter:
+    """Measures what steps take of ``device`` beside the weights, which are what is allocated at its creation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._weights = device, torch.cuda.memory_allocated(device)
+        self._activations = 0
+
+    def begin(self) -> None:
+        """Measure the peak of all steps from now on."""
+        self._before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def end(self) -> None:
+        """Note the peak of the steps since :meth:`begin`, which have ended."""
+        self._activations = torch.cuda.max_memory_reserved(self._device) - self._before
+        free_cached(self._device)
+
+    def read(self, rows: int, graphs: GraphUse) -> GpuUse:
+        """Return what is used, where the largest step had ``rows`` tokens. To be called without a pool."""
+        free_cached(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return GpuUse(total, free, self._weights, self._activations, rows, graphs.bytes, graphs.rows)
+
+
 def measure_use(
     make_trial: Callable[[], ModelEngine],
     device: torch.device,
@@ -29,28 +55,28 @@ def measure_use(
     sequences: int,
     graph_calls: Callable[[], GraphCalls] | None,
     alone: bool,
-) -> GpuUse:
+    ranks: Channel | None = None,
+) -> list[GpuUse]:
     """Run the largest steps, of ``rows`` tokens and of ``sequences`` sequences, in the engine that ``make_trial``
     returns; it has a small pool and is closed afterwards. With ``graph_calls``, CUDA graphs of its decode steps are
-    measured, too. ``alone``: no other worker takes memory of the GPU meanwhile. Raises StartError if the GPU's memory
-    is too small for such steps."""
-    weights = torch.cuda.memory_allocated(device)
+    measured, too. ``alone``: no other worker takes memory of the GPU meanwhile. Return what is taken of this process's
+    GPU, then of those of the other ``ranks``. Raises StartError if the GPU's memory is too small for such steps."""
+    meter = UseMeter(device)
     trial = make_trial()
     trial.max_num_seqs = sequences
-    before = torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if ranks is not None:
+        ranks.begin_measuring()
+    meter.begin()
     what = f"for a step of {rows:,} tokens and {sequences:,} sequences"
     with shortage_in_words(what, device, "lower --max-num-batched-tokens and --max-num-seqs, or free the GPU"):
         run_largest(trial, rows, sequences)
         wait_for(device)
-    activations = torch.cuda.max_memory_reserved(device) - before
-    free_cached(device)
+    meter.end()
     graphs = GraphUse() if graph_calls is None else _measure_graphs(trial, device, graph_calls(), alone)
     trial.close()
     del trial
-    free_cached(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return GpuUse(total, free, weights, activations, rows, graphs.bytes, graphs.rows)
+    others = [] if ranks is None else ranks.end_measuring()
+    return [meter.read(rows, graphs), *(replace(each, rows=rows) for each in others)]
 
 
 def _measure_graphs(trial: ModelEngine, device: torch.device, calls: GraphCalls, alone: bool) -> GraphUse:

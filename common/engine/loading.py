@@ -20,7 +20,7 @@ from common.engine.pool import make_store
 from common.engine.prepared import PreparedModel, prepare
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.kv.budget import Budget, fit
-from common.kv.gpu_budget import GpuShare, most_for_kv, plan_pool
+from common.kv.gpu_budget import GpuShare, most_for_kv, plan_pools
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.scales import KvScales
 from common.kv.storage.fp8 import Fp8Codec
@@ -69,7 +69,7 @@ def load_engine(
     stored: KvDtype = chosen if kv_cache_dtype == "auto" else "fp8"
     _check_quantization(quantization, kv_cache_dtype, machine, leader)
 
-    room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share)
+    room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share, leader)
     budget = partial(_budget, checkpoint, stored, block_size, max_model_len, num_kv_blocks)
     if (expected := checkpoint.kv_layers()) is not None:
         budget(expected, room)  # raises StartError before the weights are read, which takes long
@@ -84,9 +84,10 @@ def load_engine(
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
         blocks = layout.blocks_for(min(max_batched_tokens, checkpoint.max_position))
         trial = partial(make, blocks, max_model_len or checkpoint.max_position)
-        calls = None if enforce_eager else graph_calls
-        use = measure_use(trial, ready.where, max_batched_tokens, max_num_seqs, calls, alone=share.workers == 1)
-        room, note = plan_pool(use, share, layout.token_bytes, max_model_len or block_size)
+        calls, ranks = None if enforce_eager else graph_calls, None if leader is None else leader.channel
+        alone = share.workers == 1
+        uses = measure_use(trial, ready.where, max_batched_tokens, max_num_seqs, calls, alone, ranks)
+        room, note = plan_pools(uses, share, layout.token_bytes, max_model_len or block_size, layout.head_shards)
         ready.notes.append(note)
     plan = budget(layout.layers, room)
     engine = make(plan.blocks, plan.max_model_len)
@@ -94,6 +95,8 @@ def load_engine(
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *ready.notes]
     _check(engine, checkpoint, ready, scales, batch_hint)
     _capture(engine, graph_calls, enforce_eager)
+    if machine.gpu is not None and leader is not None:
+        engine.notes.append("decode steps run without CUDA graphs: those of a tensor-parallel worker are not captured")
     return engine
 
 
@@ -145,19 +148,21 @@ def _check_quantization(quantization: str, kv_cache_dtype: str, machine: Device,
     """Raise StartError if this worker cannot compute with such weights or KV."""
     if quantization == "int8" and machine.gpu is not None:
         raise StartError("--quantization int8 runs on CPUs only", f"this worker computes on {machine.name}", "omit it")
-    if leader is not None:
-        leader.check(machine)
-        if "fp8" in (quantization, kv_cache_dtype):
-            why = "each rank would choose scales of its own"
-            raise StartError("fp8 does not work with tensor parallelism yet", why, "omit one of the two")
+    if leader is not None and "fp8" in (quantization, kv_cache_dtype):
+        why = "each rank would choose scales of its own"
+        raise StartError("fp8 does not work with tensor parallelism yet", why, "omit one of the two")
 
 
-def _most_for_kv(checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share: GpuShare) -> int:
-    """Return the most bytes that the KV pool can have, as far as it is known before the model is loaded. Raises
-    StartError if the weights do not fit into a GPU."""
+def _most_for_kv(
+    checkpoint: Checkpoint, dtype: KvDtype, machine: Device, share: GpuShare, leader: Leader | None
+) -> int:
+    """Return the most bytes that the KV pool can have, as far as it is known before the model is loaded; of a worker on
+    several GPUs, as if all were as free as this one. Raises StartError if the weights do not fit into a GPU."""
     if machine.gpu is None:
         return memory.kv_budget()
-    return most_for_kv(machine.gpu.total_bytes, machine.gpu.free_bytes, weight_bytes(checkpoint, dtype), share)
+    ranks = 1 if leader is None else leader.size
+    weights = weight_bytes(checkpoint, dtype) // ranks
+    return ranks * most_for_kv(machine.gpu.total_bytes, machine.gpu.free_bytes, weights, share)
 
 
 def _make_engine(
@@ -179,7 +184,7 @@ def _make_engine(
         codec = None if scales is None else Fp8Codec(scales, DTYPES[dtype], where)
         store = make_store(layout, blocks, machine, where, codec)
     else:
-        store = leader.make_store(layout, blocks)
+        store = leader.make_store(layout, blocks, machine, where)
     with shortage_in_words("for the trial of attention kernels", where, SMALLER_POOL):
         chosen = select_backend(store, attention, ready.seen.calls)
     steps = None

@@ -29,7 +29,7 @@ def make_store(
         return KvStore(KvMemory(layout, blocks), codec=codec)
     if where.type != "cuda":
         return SlabStore(layout, blocks, where, codec=codec)
-    return cuda_store(layout, blocks, where, _driver(where.index or 0), codec)
+    return cuda_store(layout, blocks, where, device_calls(where), codec)
 
 
 def cuda_store(
@@ -41,14 +41,20 @@ def cuda_store(
     try:
         memory = CudaMemory(layout, blocks, calls)
     except DeviceFailed as error:
-        raise StartError(
-            f"cannot allocate {human_bytes(size)} of KV on {where}",
-            str(error),
-            "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
-        ) from None
+        raise too_little_memory(size, where, error) from None
     return SlabStore(layout, blocks, where, calls.tensor(memory.slab, size), memory, codec)
 
 
+def too_little_memory(size: int, where: torch.device, error: DeviceFailed) -> StartError:
+    """Return the error for ``size`` bytes of KV that could not be allocated."""
+    return StartError(
+        f"cannot allocate {human_bytes(size)} of KV on {where}",
+        str(error),
+        "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
+    )
+
+
 @cache
-def _driver(index: int) -> DeviceCalls:
-    return torch_driver(index)
+def device_calls(where: torch.device) -> DeviceCalls:
+    """Return the driver of a GPU, opened once per process."""
+    return torch_driver(where.index or 0)

@@ -24,7 +24,7 @@ from common.model.probe import Probe, probe
 from common.model.rotary import freeze_rotary
 from common.platform.device import Device
 
-_FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on it"
+FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on it"
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,14 @@ def prepare(
     StartError if it cannot be served here, also if another process has taken the GPU's memory since it was looked
     at."""
     weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None)
-    model = (load_model if leader is None else leader.load)(checkpoint, dtype, trust_remote_code)
+    where, int8 = torch.device(machine.address), quantization == "int8"
+    if leader is None:
+        model = load_model(checkpoint, dtype, trust_remote_code)
+    else:
+        model = leader.load(checkpoint, dtype, trust_remote_code, where)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
-    with shortage_in_words("for the weights", torch.device(machine.address), _FEWER_WEIGHTS):
-        where, int8 = _move(model, machine), quantization == "int8"
+    with shortage_in_words("for the weights", where, FEWER_WEIGHTS):
+        move(model, where)
         seen = probe(model, checkpoint)
         rounded = round_linears(model) if quantization == "fp8" else []
         fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
@@ -106,13 +110,11 @@ def prepare(
     return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, notes)
 
 
-def _move(model: nn.Module, machine: Device) -> torch.device:
-    """Move ``model`` to the memory of ``machine`` and return its device."""
-    where = torch.device(machine.address)
+def move(model: nn.Module, where: torch.device) -> None:
+    """Move ``model``, whose weights may lie in mapped files, to the memory of ``where``."""
     if where.type == "cuda":
         torch.cuda.set_device(where)
     model.to(where)
-    return where
 
 
 def _fuse_for_gpu(model: nn.Module, parts: Sequence[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ Pure: a worker measures, this module decides and says in words what would fit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.core.errors import StartError
@@ -73,6 +74,14 @@ def plan_pool(use: GpuUse, share: GpuShare, token_bytes: int, tokens: int) -> tu
         f"that leaves {human_bytes(max(0, pool))}",
         _advice(use, pool, token_bytes, tokens),
     )
+
+
+def plan_pools(uses: Sequence[GpuUse], share: GpuShare, token_bytes: int, tokens: int, shards: int) -> tuple[int, str]:
+    """Return what :func:`plan_pool` does for a worker on several GPUs, each of which holds one of ``shards`` shards of
+    every block. The fullest GPU decides."""
+    plans = [plan_pool(use, share, token_bytes // shards, tokens) for use in uses]
+    pool, note = min(plans)
+    return pool * shards, note if len(uses) == 1 else f"{note} (the fullest of {len(uses)} GPUs)"
 
 
 def most_for_kv(total: int, free: int, weights: int, share: GpuShare) -> int:

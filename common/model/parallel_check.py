@@ -14,6 +14,7 @@ import torch
 
 from common.attention.interface import ATTENTION, bind
 from common.checkpoint.files import Checkpoint
+from common.core.errors import StartError
 from common.kv.storage.tensors import DTYPES
 from common.model.collective import Collective
 from common.model.load import quiet_transformers
@@ -21,12 +22,20 @@ from common.model.parallel import load_share
 from common.model.probe import PROBE_TOKENS, TOLERANCE, Recorder, deviation, forward, probe_tokens
 
 LAYERS = 2
+_CPU = torch.device("cpu")
 
 
 @torch.inference_mode()
-def check_split(checkpoint: Checkpoint, dtype: str, collective: Collective, trust_remote_code: bool = False) -> str:
-    """Compare the first layers, split, with the same layers in one piece; every rank has to call it. Return a note on
-    what was compared, or why nothing could be. StartError on rank 0 if the logits differ."""
+def check_split(
+    checkpoint: Checkpoint,
+    dtype: str,
+    collective: Collective,
+    trust_remote_code: bool = False,
+    where: torch.device = _CPU,
+) -> str:
+    """Compare on ``where`` the first layers, split, with the same layers in one piece; every rank has to call it.
+    Return a note on what was compared, or why nothing could be. StartError on rank 0 if the logits differ, and on a
+    rank whose GPU has too little memory for these layers."""
     try:
         config = _shortened(
             quiet_transformers().AutoConfig.from_pretrained(
@@ -34,10 +43,14 @@ def check_split(checkpoint: Checkpoint, dtype: str, collective: Collective, trus
             )
         )
         split, plan = load_share(checkpoint, dtype, collective, trust_remote_code, config)
-        logits = _logits(split, checkpoint)
+        logits = _logits(split.to(where), checkpoint)
         if collective.rank:
             return ""
-        expected = _logits(load_whole(checkpoint, dtype, config, trust_remote_code), checkpoint)
+        expected = _logits(load_whole(checkpoint, dtype, config, trust_remote_code).to(where), checkpoint)
+    except torch.OutOfMemoryError as error:  # not the same on every rank
+        raise StartError(
+            f"too little GPU memory for {LAYERS} layers on {where}", str(error).partition("\n")[0], "free the GPU"
+        ) from None
     except Exception as error:  # a model's own code may raise anything when it is cut short: the same on every rank
         return f"the split was not compared with the whole model: {type(error).__name__}: {str(error)[:200]}"
     off = deviation(logits, expected)
@@ -71,5 +84,6 @@ def _shortened(config: Any) -> Any:
 
 def _logits(model: Any, checkpoint: Checkpoint) -> torch.Tensor:
     bind(model, Recorder())
-    ids = torch.tensor([probe_tokens(checkpoint)])
-    return forward(model, ids, torch.arange(PROBE_TOKENS)[None], None)
+    where = model.get_input_embeddings().weight.device
+    ids, positions = torch.tensor([probe_tokens(checkpoint)], device=where), torch.arange(PROBE_TOKENS, device=where)
+    return forward(model, ids, positions[None], None)

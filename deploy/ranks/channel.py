@@ -1,13 +1,23 @@
-"""The stream socket between rank 0 and another rank: the pool's memory first, then the columns of each step.
+"""The stream socket between rank 0 and another rank: a pool's memory first, then the columns of each step.
 
-    rank 0 ──► POOL blocks (with the pool's descriptor), then STEP length, columns, for each step
-    other  ──► one byte when the pool is mapped
+    rank 0 ──► kind (1 byte), size (uint64), then what the kind asks for
+    other  ──► an answer to some kinds
+
+    kind               size               what follows                        answer
+    P, NewPool (CPU)   blocks             one byte, the memory's descriptor   one byte
+    G, NewPool (GPU)   blocks                                                 size (uint64) and descriptor of the slab
+    S, Step            bytes of columns   the columns (int64)
+    C, CopyBlocks      bytes of numbers   source, target (int64) of each      one byte
+    Z, ClearBlocks     bytes of numbers   blocks (int64)
+    B, BeginMeasuring  0
+    E, EndMeasuring    0                                                      the fields of a GpuUse (int64)
 
 The socket is one end of a pair that only these two processes have. When rank 0 closes it, the other rank ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import struct
@@ -15,85 +25,168 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from common.core.errors import StartError
+from common.engine.rank_messages import (
+    BeginMeasuring,
+    ClearBlocks,
+    CopyBlocks,
+    EndMeasuring,
+    NewPool,
+    RankMessage,
+    Slab,
+    Step,
+)
+from common.kv.gpu_budget import GpuUse
 
-_HEADER = struct.Struct("<cQ")
-_POOL, _STEP = b"P", b"S"
+_HEADER, _SLAB = struct.Struct("<cQ"), struct.Struct("<Q")
+_USE = struct.Struct(f"<{len(dataclasses.fields(GpuUse))}q")
+_HOST_POOL, _GPU_POOL, _STEP, _COPY, _CLEAR, _BEGIN, _END = b"P", b"G", b"S", b"C", b"Z", b"B", b"E"
+_DONE = b"\1"
 _MOST_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 class LeaderChannel:
-    """Rank 0's ends of the sockets to all other ranks."""
+    """Rank 0's ends of the sockets to all other ranks; see :class:`common.engine.rank_messages.Channel`."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = sockets
 
     def share_pool(self, descriptor: int, blocks: int) -> None:
-        """Send the descriptor of the pool of ``blocks`` blocks to one rank after another, and wait until it has mapped
-        the pool: each rank may try its attention backend on some of the blocks. Raises StartError if a rank has
-        ended."""
+        """Give the ranks the pool one after another, since each may try its attention backend on some blocks."""
         for rank, each in enumerate(self._sockets, 1):
-            socket.send_fds(each, [_HEADER.pack(_POOL, blocks)], [descriptor])
-            if not each.recv(1):
-                raise StartError(
-                    f"rank {rank} has exited", "it ended before it had mapped the KV pool", "see its log lines"
-                )
+            self._send(rank, [memoryview(_HEADER.pack(_HOST_POOL, blocks))])
+            socket.send_fds(each, [b"\0"], [descriptor])
+            self._receive(rank, 1)
+
+    def make_slabs(self, blocks: int) -> list[Slab]:
+        self._ask(_GPU_POOL, blocks)
+        return [self._receive_slab(rank) for rank in range(1, len(self._sockets) + 1)]
 
     def share_step(self, columns: Sequence[array[int]]) -> None:
-        """Send one step to every rank. Raises StartError if one has ended."""
-        size = sum(len(column) * column.itemsize for column in columns)
-        parts = [memoryview(_HEADER.pack(_STEP, size)), *(memoryview(column).cast("B") for column in columns if column)]
-        for rank, each in enumerate(self._sockets, 1):
-            try:
-                _send(each, parts)
-            except OSError as error:
-                raise StartError(f"rank {rank} has exited", str(error), "see its log lines") from error
+        self._tell(_STEP, columns)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._tell(_COPY, [array("q", (block for pair in copies for block in pair))])
+        for rank in range(1, len(self._sockets) + 1):
+            self._receive(rank, 1)
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        self._tell(_CLEAR, [array("q", blocks)])
+
+    def begin_measuring(self) -> None:
+        self._ask(_BEGIN, 0)
+
+    def end_measuring(self) -> list[GpuUse]:
+        self._ask(_END, 0)
+        return [GpuUse(*_USE.unpack(self._receive(rank, _USE.size))) for rank in range(1, len(self._sockets) + 1)]
 
     def close(self) -> None:
         """Close the sockets. The other ranks then end."""
         for each in self._sockets:
             each.close()
 
+    def _ask(self, kind: bytes, number: int) -> None:
+        for rank in range(1, len(self._sockets) + 1):
+            self._send(rank, [memoryview(_HEADER.pack(kind, number))])
 
-def _send(to: socket.socket, parts: Sequence[memoryview]) -> None:
-    """Send all of ``parts``, in one call unless the socket's buffer is full."""
-    assert len(parts) <= _MOST_PARTS
-    left = to.sendmsg(parts)
-    for part in parts:
-        if left < len(part):
-            to.sendall(part[left:])
-        left = max(0, left - len(part))
+    def _tell(self, kind: bytes, columns: Sequence[array[int]]) -> None:
+        size = sum(len(column) * column.itemsize for column in columns)
+        parts = [memoryview(_HEADER.pack(kind, size)), *(memoryview(column).cast("B") for column in columns if column)]
+        for rank in range(1, len(self._sockets) + 1):
+            self._send(rank, parts)
+
+    def _send(self, rank: int, parts: Sequence[memoryview]) -> None:
+        """Send all of ``parts``, in one call unless the socket's buffer is full."""
+        assert len(parts) <= _MOST_PARTS
+        to = self._sockets[rank - 1]
+        try:
+            left = to.sendmsg(parts)
+            for part in parts:
+                if left < len(part):
+                    to.sendall(part[left:])
+                left = max(0, left - len(part))
+        except OSError as error:
+            raise _gone(rank, str(error)) from error
+
+    def _receive_slab(self, rank: int) -> Slab:
+        try:
+            words, descriptors, _, _ = socket.recv_fds(self._sockets[rank - 1], _SLAB.size, 1)
+        except OSError as error:
+            raise _gone(rank, str(error)) from error
+        if not words:
+            raise _gone(rank)
+        assert len(words) == _SLAB.size and len(descriptors) == 1
+        return Slab(descriptors[0], *_SLAB.unpack(words))
+
+    def _receive(self, rank: int, size: int) -> bytes:
+        try:
+            answer = self._sockets[rank - 1].recv(size, socket.MSG_WAITALL)
+        except OSError as error:
+            raise _gone(rank, str(error)) from error
+        if len(answer) != size:
+            raise _gone(rank)
+        return answer
+
+
+def _gone(rank: int, why: str = "it ended before it answered") -> StartError:
+    return StartError(f"rank {rank} has exited", why, "see its log lines")
 
 
 class FollowerChannel:
-    """Another rank's end; see :class:`common.engine.parallel.Followed`. ``pool`` raises SystemExit if rank 0 has
-    ended."""
+    """Another rank's end; see :class:`common.engine.rank_messages.Followed`."""
 
     def __init__(self, own: socket.socket) -> None:
         self._socket = own
         self._buffer = bytearray(1 << 16)
 
-    def pool(self) -> tuple[int, int]:
-        header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
-        if not header:  # rank 0 could not load its share
-            raise SystemExit(0)
-        kind, blocks = _HEADER.unpack(header)
-        assert kind == _POOL and len(descriptors) == 1
-        return descriptors[0], blocks
-
-    def mapped(self) -> None:
-        self._socket.sendall(b"\1")
-
-    def steps(self) -> Iterator[memoryview]:
+    def messages(self) -> Iterator[RankMessage]:
         header = memoryview(bytearray(_HEADER.size))
         while self._fill(header):
             kind, size = _HEADER.unpack(header)
-            assert kind == _STEP
-            if size > len(self._buffer):
-                self._buffer = bytearray(2 * size)
-            step = memoryview(self._buffer)[:size]
-            if not self._fill(step):
+            if kind == _STEP:
+                if not self._fill(step := self._room(size)):
+                    return
+                yield Step(step)
+            elif (message := self._rare(kind, size)) is not None:
+                yield message
+            else:
                 return
-            yield step
+
+    def _rare(self, kind: bytes, size: int) -> RankMessage | None:
+        """Return a message other than a step; None if rank 0 has left."""
+        match kind:
+            case b"P":
+                _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+                return NewPool(size, descriptors[0]) if descriptors else None
+            case b"G":
+                return NewPool(size, None)
+            case b"B":
+                return BeginMeasuring()
+            case b"E":
+                return EndMeasuring()
+        assert kind in (_COPY, _CLEAR)
+        if not self._fill(room := self._room(size)):
+            return None
+        numbers = array("q")
+        numbers.frombytes(room)
+        return ClearBlocks(numbers.tolist()) if kind == _CLEAR else CopyBlocks(_pairs(numbers))
+
+    def ready(self, slab: Slab | None) -> None:
+        if slab is None:
+            self._socket.sendall(_DONE)
+            return
+        socket.send_fds(self._socket, [_SLAB.pack(slab.size)], [slab.descriptor])
+        os.close(slab.descriptor)
+
+    def copied(self) -> None:
+        self._socket.sendall(_DONE)
+
+    def report(self, use: GpuUse) -> None:
+        self._socket.sendall(_USE.pack(*dataclasses.astuple(use)))
+
+    def _room(self, size: int) -> memoryview:
+        if size > len(self._buffer):
+            self._buffer = bytearray(2 * size)
+        return memoryview(self._buffer)[:size]
 
     def _fill(self, room: memoryview) -> bool:
         """Receive exactly ``room``; False if rank 0 has left."""
@@ -102,3 +195,7 @@ class FollowerChannel:
                 return False
             room = room[count:]
         return True
+
+
+def _pairs(numbers: array[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -19,7 +19,8 @@ import msgspec
 
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
-from common.platform import device, malloc, threads
+from common.engine.rank_messages import Slab
+from common.platform import device, gpu, malloc, threads
 from common.platform.log import setup_logging
 from common.platform.wiring import Wiring
 from deploy.launcher.process import die_with
@@ -59,34 +60,39 @@ class Watched:
 
 
 class _Channel(FollowerChannel):
-    """Reports to the watch once the pool is mapped."""
+    """Reports to the watch once the rank can compute."""
 
     def __init__(self, own: socket.socket, watched: Watched) -> None:
         super().__init__(own)
         self._watched = watched
 
-    def mapped(self) -> None:
+    def ready(self, slab: Slab | None) -> None:
         self._watched.loaded()
-        super().mapped()
+        super().ready(slab)
 
 
 def run(launch: RankLaunch, watched: Watched) -> None:
     """Load the share of ``launch`` and compute until rank 0 leaves."""
     config = WorkerConfig(**launch.config)
     malloc.keep_freed()
-    device.hide_triton()  # ranks compute on CPUs only
+    machine, _ = device.choose(launch.device)
+    if machine.gpu is None:
+        device.hide_triton()
+    else:
+        gpu.number_by_bus()
     device.pin(launch.cores, launch.threads)
     threads.compute()
     from common.attention.registry import Wanted
     from common.checkpoint.files import open_checkpoint
-    from common.engine.parallel import follow
-    from common.model.collective import SharedMemoryCollective
+    from common.engine.rank_follower import follow
+    from common.model.process_group import connect
 
     wiring = Wiring(launch.memory, {(one, other): number for one, other, number in launch.signals})
     follow(
         open_checkpoint(config.model, config.revision, config.trust_remote_code),
-        SharedMemoryCollective(launch.rank, launch.size, wiring),
+        connect(launch.rank, launch.size, wiring, machine),
         _Channel(socket.socket(fileno=launch.steps), watched),
+        machine=machine,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         block_size=config.block_size,

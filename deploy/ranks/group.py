@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,6 +34,10 @@ from deploy.launcher.cores import CoreShare
 from deploy.launcher.status import Reason
 from deploy.ranks.channel import LeaderChannel
 
+if TYPE_CHECKING:
+    from common.model.collective import Collective
+    from common.platform.device import Device
+
 log = logging.getLogger("tandem.ranks")
 
 PING_S, HUNG_S, STARVED_S = 0.25, 1.5, 15.0
@@ -45,7 +49,7 @@ _MOST_BYTES = 4096
 
 class RankLaunch(msgspec.Struct, frozen=True):
     """What another rank reads from standard input. ``steps``, ``watch``, ``memory`` and ``signals`` (from, to, number)
-    are descriptors that it inherits."""
+    are descriptors that it inherits. ``device``: where it computes, as ``--device`` names it."""
 
     config: dict[str, Any]
     rank: int
@@ -57,6 +61,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
     watch: int
     memory: int
     signals: list[tuple[int, int, int]]
+    device: str
 
 
 @dataclasses.dataclass
@@ -75,7 +80,8 @@ class RankGroup:
     """The other ranks of this process's worker, for the duration of a ``with`` block.
 
     If a rank fails, all others are killed, then ``end`` is called with the reason from the watch's thread; a worker's
-    ``end`` does not return. ``wiring`` and ``channel`` are for rank 0's engine.
+    ``end`` does not return. ``gpus`` are the GPUs of all ranks, rank 0's first; without them all compute on the CPU.
+    ``channel`` and :meth:`connect` are for rank 0's engine.
     """
 
     def __init__(
@@ -84,14 +90,16 @@ class RankGroup:
         shares: Sequence[CoreShare],
         batch_hint: int,
         end: Callable[[StartError], None],
+        gpus: Sequence[str] = (),
     ) -> None:
         self.size = len(shares)
+        self._devices = gpus or ["cpu"] * self.size
         self._end, self._closing, self._failed = end, threading.Event(), threading.Event()
         self._ranks: list[_Rank] = []
         self._stack = ExitStack()
         with ExitStack() as undo:
             undo.push(self._stack)
-            self.wiring = Wiring.create(self.size)
+            self.wiring = Wiring.create_store() if gpus else Wiring.create(self.size)
             self._stack.callback(self.wiring.close)
             undo.callback(self._kill)
             steps = [self._start(config, rank, share, batch_hint) for rank, share in enumerate(shares) if rank]
@@ -114,7 +122,7 @@ class RankGroup:
         signals = [(one, other, number) for (one, other), number in self.wiring.signals.items()]
         launch = RankLaunch(
             dataclasses.asdict(config), rank, self.size, share.cores, share.threads, batch_hint,
-            steps.fileno(), watched.fileno(), self.wiring.memory, signals,
+            steps.fileno(), watched.fileno(), self.wiring.memory, signals, self._devices[rank],
         )  # fmt: skip
         label = f"{config.name or config.role}/{rank}"
         with steps, watched:
@@ -129,6 +137,15 @@ class RankGroup:
         with process.stdin:
             process.stdin.write(msgspec.json.encode(launch))
         return ours
+
+    def connect(self, machine: Device) -> Collective:
+        """Return rank 0's end of the exchange between the ranks, on ``machine``; it is closed with the group. Imports
+        torch."""
+        from common.model.process_group import connect
+
+        collective = connect(0, self.size, self.wiring, machine)
+        self._stack.callback(collective.close)
+        return collective
 
     @property
     def pids(self) -> list[int]:

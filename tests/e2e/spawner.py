@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables that torch reads at import. A worker that needs other values is started as usual."""
 HEAVY = (
-    *("common.engine.loading", "deploy.worker", "prefill.role", "decode.role"),
+    *("common.engine.loading", "common.engine.rank_follower", "deploy.worker", "prefill.role", "decode.role"),
     *("transformers.modeling_utils", "transformers.generation", "transformers.models.auto.modeling_auto"),
     "transformers.models.llama.modeling_llama",
 )
@@ -260,9 +260,10 @@ def _keep_spawner() -> None:
 
 def _run(job: dict[str, Any]) -> NoReturn:
     _become(job)
-    if job["words"][:1] == ["up"] or (job["module"] == "deploy.launcher.process" and RANKS in os.environ):
+    is_launcher = job["words"][:1] == ["up"]
+    if is_launcher or (job["module"] == "deploy.launcher.process" and RANKS in os.environ):
         _keep_spawner()
-    elif PRELOADED in os.environ:
+    if PRELOADED in os.environ and not is_launcher:
         importlib.import_module(os.environ[PRELOADED])
     runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)

@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.spawner import RANKS
+from tests.e2e.spawner import PRELOADED, RANKS
 from tests.e2e.system import ApiClient, RunningSystem, sampling_of
+from tests.e2e.test_tokens import metrics
+from tests.fakes.rank_gpus import WORKER, XIDS, uuid_of
 from tests.pace import scaled
 from tests.reference import Reference
 
@@ -37,8 +39,8 @@ def ranks_share_imports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def up(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Any]:
-    def start(degrees: str, kind: str = "llama") -> Any:
-        flags = ("--prefill", "1", "--decode", "1", "--local-prefill", "never", *DEGREES[degrees])
+    def start(degrees: str, kind: str = "llama", *more: str) -> Any:
+        flags = ("--prefill", "1", "--decode", "1", "--local-prefill", "never", *DEGREES[degrees], *more)
         return RunningSystem.up(tmp_path, checkpoint(kind), *flags)
 
     return start
@@ -128,4 +130,38 @@ async def test_the_system_outlives_any_rank(up: Callable[..., Any], oracle: Call
             psutil.wait_procs([rank], scaled(NOTICED_S))
             assert not rank.is_running(), "a rank outlives its worker"
             await pid_of(client, "decode-0", other_than=decode)
+            await check(client, reference, 60)
+
+
+async def test_ranks_on_gpus(
+    up: Callable[..., Any], oracle: Callable[[str], Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill computes on two stand-in GPUs, decode on the CPU. A dead rank, and then a fault of the GPU of the other
+    rank, end the worker in words; both times it comes back."""
+    pipe = tmp_path / "xids"
+    os.mkfifo(pipe)
+    for name, value in ((PRELOADED, "tests.fakes.rank_gpus"), (WORKER, "prefill-0"), (XIDS, str(pipe))):
+        monkeypatch.setenv(name, value)
+    with up("2x1", "llama", "--attention", "torch", "--num-kv-blocks", "256") as system:
+        async with system.client() as client:
+            reference = oracle("llama")
+            for length in (1, 16, 100):
+                await check(client, reference, length)
+            async with asyncio.timeout(scaled(10.0)):
+                gpu = 'tandem_gpu_temperature_celsius{gpu="1",worker="prefill-0"}'
+                while gpu not in await metrics(client):  # noqa: ASYNC110 - a report comes once a second
+                    await asyncio.sleep(0.05)
+
+            prefill = await pid_of(client, "prefill-0")
+            (rank,) = other_ranks(prefill)
+            rank.send_signal(signal.SIGKILL)
+            await until_logged(client, rf"rank 1 of 2 \(process {rank.pid}\) has died: SIGKILL", NOTICED_S)
+            prefill = await pid_of(client, "prefill-0", other_than=prefill)
+            await check(client, reference, 40)
+
+            writing = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # an error if no worker listens
+            os.write(writing, f"{uuid_of(1)} 95\n".encode())
+            os.close(writing)
+            await until_logged(client, r"worker prefill-0 leaves: GPU 1 \(.*\) reports Xid 95", NOTICED_S)
+            await pid_of(client, "prefill-0", other_than=prefill)
             await check(client, reference, 60)

@@ -96,7 +96,7 @@ def test_memory_of_graphs_is_measured_or_on_a_shared_gpu_estimated(
         return (1600 - 40 * (calls.captured > kinds)) * MIB, 2048 * MIB
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    use = measure_use(lambda: trial, torch.device("cpu"), 64, 4, lambda: calls, alone)
+    (use,) = measure_use(lambda: trial, torch.device("cpu"), 64, 4, lambda: calls, alone)
     assert (use.graphs, use.graph_rows) == (40 * MIB if alone else DRIVER_BYTES * kinds * sizes, 4)
     assert (use.weights, use.activations, use.total) == (99 * MIB, 300 * MIB, 2048 * MIB)
 

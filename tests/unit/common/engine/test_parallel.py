@@ -19,11 +19,9 @@ from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request
 from common.core.sequence import Batch, Segment
 from common.engine.batch import FlatStep
-from common.engine.parallel import Leader, LeadingEngine, pack, unpack
+from common.engine.parallel import LeadingEngine, pack, unpack
 from common.engine.runner import ModelEngine, sequence_of
 from common.kv.storage.tensors import KvStore
-from common.platform.device import Device
-from common.platform.gpu import Gpu
 from tests.models import make_model
 from tests.ranks import split_engine
 from tests.reference import Reference, greedy
@@ -240,13 +238,6 @@ def test_a_plan_that_splits_wrongly_is_refused(model: Callable[[str], Path], mon
         split_engine(model("llama"), 2),
     ):
         pass
-
-
-def test_a_gpu_is_refused_in_words() -> None:
-    gpu = Gpu(0, "GPU-1", "some GPU", 1 << 40, 1 << 40, (9, 0))
-    machine = Device("cuda", gpu.name, (0,), has_bf16=True, has_fp16=True, free_bytes=1 << 40, gpu=gpu)
-    with pytest.raises(StartError, match="computes on some GPU, and on GPUs each rank needs a KV pool of its own"):
-        Leader(None, None).check(machine)  # type: ignore[arg-type]
 
 
 def test_a_step_arrives_as_it_was_sent() -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from bench.load.processes import cpu_seconds
+from common.attention.registry import Wanted
 from common.checkpoint.files import open_checkpoint
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
@@ -23,13 +25,15 @@ from common.core.sequence import Batch, Segment
 from common.engine.loading import load_engine
 from common.engine.parallel import Leader
 from common.engine.runner import ModelEngine, sequence_of
-from common.model.collective import SharedMemoryCollective
+from common.kv.storage.cuda import CudaMemory
+from common.platform.device import probe_cpu
 from deploy.launcher.cores import CoreShare
 from deploy.ranks import group
 from deploy.ranks.group import HUNG_S, PING_S, RankGroup
-from tests.e2e.spawner import Spawner
+from tests.e2e.spawner import PRELOADED, Spawner
+from tests.fakes.stand_in_gpu import stand_in
 from tests.pace import scaled
-from tests.ranks import split_engine
+from tests.ranks import fake_gpus, split_engine
 
 pytestmark = pytest.mark.processes
 NOTICED_S = 2.0
@@ -64,9 +68,12 @@ def start(one_spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(group.subprocess, "Popen", one_spawner.popen())
 
     @contextmanager
-    def start_one(model: Path, end: Ended, ranks: int = 2, **changes: Any) -> Iterator[RankGroup]:
+    def start_one(model: Path, end: Ended, ranks: int = 2, gpus: bool = False, **changes: Any) -> Iterator[RankGroup]:
         config = WorkerConfig(model=str(model), role="decode", name="decode-0", dtype="float32", **changes)
-        with RankGroup(config, [CoreShare(None, 1)] * ranks, 16, end) as running:
+        if gpus:
+            monkeypatch.setenv(PRELOADED, "tests.fakes.rank_gpus")
+            config = replace(config, attention="torch")
+        with RankGroup(config, [CoreShare(None, 1)] * ranks, 16, end, ["cuda:0"] * ranks if gpus else ()) as running:
             children = [psutil.Process(pid) for pid in running.pids]
             yield running
         assert not any(child.is_running() for child in children)
@@ -74,11 +81,12 @@ def start(one_spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> Start:
     return start_one
 
 
-def engine_of(model: Path, running: RankGroup) -> ModelEngine:
-    leader = Leader(SharedMemoryCollective(0, running.size, running.wiring), running.channel)
+def engine_of(model: Path, running: RankGroup, gpus: bool = False) -> ModelEngine:
+    machine = stand_in() if gpus else probe_cpu()
     return load_engine(
-        open_checkpoint(str(model)), dtype="float32", num_kv_blocks=64, max_batched_tokens=512, max_num_seqs=4,
-        batch_hint=16, leader=leader,
+        open_checkpoint(str(model)), machine=machine, dtype="float32", num_kv_blocks=64, max_batched_tokens=512,
+        max_num_seqs=4, batch_hint=16, attention=Wanted("torch" if gpus else "auto"),
+        leader=Leader(running.connect(machine), running.channel),
     )  # fmt: skip
 
 
@@ -126,6 +134,46 @@ def test_a_rank_that_hangs_is_noticed(start: Start, checkpoint: Callable[[str], 
         for each in running.wiring.signals.values():  # rank 0 would have ended: let its step end instead
             os.write(each, (1 << 20).to_bytes(8, "little"))
         step.join()
+        engine.close()
+
+
+def test_ranks_on_gpus_compute_in_slabs_of_their_own(start: Start, checkpoint: Callable[[str], Path]) -> None:
+    """The exchange is a process group, and rank 0 maps the slab of the other process."""
+    with split_engine(checkpoint("llama"), 1) as alone:
+        expected = logits_of(alone)
+    end = Ended()
+    with fake_gpus(), start(checkpoint("llama"), end, gpus=True) as running:
+        engine = engine_of(checkpoint("llama"), running, gpus=True)
+        assert isinstance(engine.memory, CudaMemory) and engine.memory.ranks == 2
+        assert float((logits_of(engine) - expected).abs().max()) < 1e-4
+        processes = [each.process for each in running._ranks]
+        engine.close()
+    assert [each.returncode for each in processes] == [0] and not end.errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_on_a_gpu_that_dies_or_hangs_in_a_step_is_noticed(
+    start: Start, checkpoint: Callable[[str], Path], number: signal.Signals
+) -> None:
+    end, ended = Ended(), list[Exception]()
+    with fake_gpus(), start(checkpoint("llama"), end, gpus=True) as running:
+        engine = engine_of(checkpoint("llama"), running, gpus=True)
+        (pid,) = running.pids
+        os.kill(pid, signal.SIGSTOP)
+
+        def compute() -> None:
+            try:
+                logits_of(engine)
+            except StartError as error:
+                ended.append(error)
+
+        step = threading.Thread(target=compute)
+        step.start()
+        os.kill(pid, number)
+        what = "has died: SIGKILL" if number == signal.SIGKILL else "hangs: it has not answered"
+        assert f"rank 1 of 2 (process {pid}) {what}" in end.why()
+        step.join(scaled(NOTICED_S))
+        assert not step.is_alive() and "rank 0 of 2 failed in a step" in str(ended[0])
         engine.close()
 
 

@@ -1,0 +1,169 @@
+"""A rank other than 0 of a tensor-parallel worker: it loads its share and does what rank 0 asks for.
+
+It plans nothing and samples nothing. Must not know how it is started or watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Literal, assert_never
+
+import torch
+
+from common.attention.interface import AttentionBackend, bind
+from common.attention.registry import AUTO, Wanted, select_backend
+from common.checkpoint.files import Checkpoint
+from common.core.ids import BlockId
+from common.engine.batch import FlatStep
+from common.engine.device_steps import uploaded
+from common.engine.faults import SMALLER_POOL, shortage_in_words, wait_for
+from common.engine.gpu_memory import UseMeter
+from common.engine.graph_capture import GraphUse
+from common.engine.parallel import unpack
+from common.engine.prepared import FEWER_WEIGHTS, move
+from common.engine.rank_messages import (
+    BeginMeasuring,
+    ClearBlocks,
+    CopyBlocks,
+    EndMeasuring,
+    Followed,
+    NewPool,
+    Step,
+)
+from common.engine.rank_pools import rank_store
+from common.engine.runner import PagedAttention
+from common.engine.staging import UploadStaging
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvDtype, KvLayout
+from common.kv.storage.host import KvMemory
+from common.kv.storage.interface import KvStorage
+from common.kv.storage.tensors import KvStore
+from common.model.collective import Collective
+from common.model.linears import pack_linears
+from common.model.load import detach_from_files
+from common.model.parallel import load_share, shard_of, whole_layers
+from common.model.parallel_check import check_split
+from common.model.probe import Probe, forward, probe
+from common.model.rotary import freeze_rotary
+from common.platform import memory
+from common.platform.device import Device, choose_dtype, probe_cpu
+
+
+def follow(
+    checkpoint: Checkpoint,
+    collective: Collective,
+    followed: Followed,
+    *,
+    machine: Device | None = None,
+    dtype: KvDtype | Literal["auto"] = "auto",
+    max_model_len: int | None = None,
+    block_size: int = 16,
+    batch_hint: int,
+    trust_remote_code: bool = False,
+    attention: Wanted = AUTO,
+    quantization: Literal["none", "int8", "fp8"] = "none",
+) -> None:
+    """Load this rank's share onto ``machine`` (default: the CPU) as rank 0 does its own, and do what rank 0 asks for
+    until it leaves. The arguments must be those of rank 0's :func:`common.engine.loading.load_engine`. StartError if
+    the model cannot be served."""
+    machine = machine or probe_cpu()
+    where = torch.device(machine.address)
+    chosen, _ = choose_dtype(dtype, checkpoint.dtype, machine)
+    check_split(checkpoint, chosen, collective, trust_remote_code, where)
+    model, plan = load_share(checkpoint, chosen, collective, trust_remote_code)
+    freeze_rotary(model, max_model_len or checkpoint.max_position)
+    with shortage_in_words("for the weights", where, FEWER_WEIGHTS):
+        move(model, where)
+        seen = probe(model, checkpoint)
+    if machine.gpu is None:
+        pack_linears(model, batch_hint, quantization == "int8")
+    detach_from_files(model)
+    memory.keep_freed_memory()
+    whole, shards = whole_layers(checkpoint, plan, seen.layers)
+    layout = KvLayout(whole, chosen, block_size, shards)
+    choose = partial(_backend, seen, attention)
+    with closing(_Follower(model, followed, layout, shard_of(plan, shards), machine, choose)) as follower:
+        follower.run()
+
+
+def _backend(seen: Probe, attention: Wanted, store: KvStorage) -> AttentionBackend:
+    return select_backend(store, attention, seen.calls).backend
+
+
+class _Follower:
+    """A rank other than 0, with a loaded share of the model: it has the ``shard`` of a pool of ``layout``, and
+    ``choose`` returns its attention backend for a store."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        followed: Followed,
+        layout: KvLayout,
+        shard: int,
+        machine: Device,
+        choose: Callable[[KvStorage], AttentionBackend],
+    ) -> None:
+        self._model, self._followed, self._layout, self._shard = model, followed, layout, shard
+        self._where, self._choose = torch.device(machine.address), choose
+        self._staging = None if machine.gpu is None else UploadStaging(self._where)
+        self._store: KvStorage | None = None
+        self._meter: UseMeter | None = None
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Do what rank 0 asks for until it leaves."""
+        for message in self._followed.messages():
+            match message:
+                case Step(packed):
+                    self._compute(unpack(packed))
+                case NewPool():
+                    self._open(message)
+                case CopyBlocks(copies):
+                    self._pool.copy_blocks(BlockCopy(BlockId(source), BlockId(target)) for source, target in copies)
+                    wait_for(self._where)
+                    self._followed.copied()
+                case ClearBlocks(blocks):
+                    self._pool.clear(blocks)
+                case BeginMeasuring():
+                    self._meter = UseMeter(self._where)
+                    self._meter.begin()
+                case EndMeasuring():
+                    assert self._meter is not None
+                    self.close()
+                    self._meter.end()
+                    self._followed.report(self._meter.read(0, GraphUse()))  # rank 0 knows the rows
+                case _:
+                    assert_never(message)
+
+    @property
+    def _pool(self) -> KvStorage:
+        assert self._store is not None, "rank 0 makes a pool first"
+        return self._store
+
+    def _compute(self, step: FlatStep) -> None:
+        if self._staging is not None:
+            step = uploaded(step, self._staging)
+        self._attention.begin(step)
+        forward(self._model, step.tensor("ids")[None], step.tensor("positions")[None], step.tensor("kept"))
+
+    def _open(self, new: NewPool) -> None:
+        self.close()
+        slab = None
+        if new.descriptor is None:
+            self._store, slab = rank_store(self._layout, new.blocks, self._where)
+        else:
+            joined = KvMemory.join(new.descriptor, self._layout, new.blocks)
+            self._store = KvStore(joined, self._shard)
+        with shortage_in_words("for the trial of attention kernels", self._where, SMALLER_POOL):
+            self._attention = PagedAttention(self._store, self._choose(self._store))
+        bind(self._model, self._attention)
+        self._followed.ready(slab)
+
+    def close(self) -> None:
+        """Free the pool, or this rank's part of it, once no step uses it any more."""
+        if self._store is not None:
+            wait_for(self._where)
+            self._store.close()
+            self._store = None

@@ -1,0 +1,107 @@
+"""What rank 0 of a tensor-parallel worker asks of the other ranks.
+
+The ranks act on messages in the order in which they were sent, so what they ask of their GPUs has that order, too.
+Imports no torch. Must not know how messages travel (:mod:`deploy.ranks.channel`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from common.kv.gpu_budget import GpuUse
+
+
+@dataclass(frozen=True, slots=True)
+class NewPool:
+    """Use a pool of ``blocks`` blocks from now on, in place of an earlier one. On CPUs ``descriptor``, owned by the
+    receiver, is the memory that all ranks share; on GPUs, where each makes its own slab, it is None."""
+
+    blocks: int
+    descriptor: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Compute ``packed`` (see :func:`common.engine.parallel.pack`), which is valid until the next message."""
+
+    packed: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy whole blocks of this rank's slab, in this order: (source, target) each."""
+
+    copies: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearBlocks:
+    """Zero whole blocks of this rank's slab."""
+
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BeginMeasuring:
+    """Measure from now on what steps take of this rank's GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndMeasuring:
+    """Report what was measured, without the pool, which is not used any more."""
+
+
+RankMessage = NewPool | Step | CopyBlocks | ClearBlocks | BeginMeasuring | EndMeasuring
+
+
+class Slab(NamedTuple):
+    """The KV memory of one rank on its GPU: a descriptor, owned by the receiver, and the size in bytes."""
+
+    descriptor: int
+    size: int
+
+
+class Channel(Protocol):
+    """Rank 0's way to the other ranks. Methods raise StartError if one has gone."""
+
+    def share_pool(self, descriptor: int, blocks: int) -> None:
+        """Give every rank the pool's memory on a CPU; return when all have mapped it."""
+
+    def make_slabs(self, blocks: int) -> list[Slab]:
+        """Let every rank make its slab on its GPU; return them in the order of ranks, from rank 1 on."""
+
+    def share_step(self, columns: Sequence[array[int]]) -> None:
+        """Send one step to every rank."""
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Let every rank copy blocks of its slab; return when all have. A hand-off may be the next to write them, and
+        it waits for the work of rank 0 only."""
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Let every rank zero blocks of its slab."""
+
+    def begin_measuring(self) -> None:
+        """Let every rank measure what steps take of its GPU."""
+
+    def end_measuring(self) -> list[GpuUse]:
+        """Return what the ranks have measured, from rank 1 on; their pools are gone after that."""
+
+
+class Followed(Protocol):
+    """Another rank's way to rank 0."""
+
+    def messages(self) -> Iterator[RankMessage]:
+        """Yield each message; end when rank 0 leaves."""
+
+    def ready(self, slab: Slab | None) -> None:
+        """Answer NewPool: this rank can compute with the pool. On a GPU with its slab, whose descriptor is then
+        closed."""
+
+    def copied(self) -> None:
+        """Answer CopyBlocks, once the copies have ended."""
+
+    def report(self, use: GpuUse) -> None:
+        """Answer EndMeasuring."""
