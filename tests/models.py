@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -203,6 +204,26 @@ def make_model(kind: str, directory: Path, **overrides: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    return directory
+
+
+def spread_kv(directory: Path) -> Path:
+    """Multiply the keys and the values of each KV head of the Llama in ``directory`` by a power of two of its own, and
+    divide queries and the output projection by it: the model computes the same, but in fp8 each head needs another
+    scale."""
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    k, v = (torch.tensor(each).repeat_interleave(HEAD_DIM) for each in ([2.0**-7, 2.0**6], [2.0**9, 2.0**-4]))
+    for layer in range(LAYERS):
+        start = f"model.layers.{layer}.self_attn."
+        for name, factor in (("k", k), ("v", v)):
+            weights[f"{start}{name}_proj.weight"] *= factor[:, None]
+        of_queries, of_outputs = (
+            each.view(KV_HEADS, -1).repeat_interleave(HEADS // KV_HEADS, 0).flatten() for each in (k, v)
+        )
+        weights[f"{start}q_proj.weight"] /= of_queries[:, None]
+        weights[f"{start}o_proj.weight"] /= of_outputs
+    save_file(weights, file, metadata={"format": "pt"})
     return directory
 
 

@@ -18,8 +18,12 @@ from bench.gpu.timing import seconds_per_call
 from bench.load.results import ROOT
 from common.attention.interface import Params, Span
 from common.core.errors import StartError
+from common.kernels.e4m3 import lacks_units
 from common.kv.layout import KvLayout, LayerLayout
+from common.kv.scales import KvScales, LayerScales
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.slab import SlabStore
+from common.kv.storage.tensors import DTYPES
 
 PROCESSES = 8
 """Compilation takes most of the time, on the host's cores."""
@@ -29,6 +33,8 @@ BLOCK, DIM, HEADS = 16, 128, 32
 GROUPS = (4, 8)
 POINTS = ((1, 1024), (1, 32_768), (16, 4096), (64, 1024), (64, 8192), (256, 1024), (256, 4096))
 """Batch and context."""
+FP8_POINTS = ((1, 32_768), (64, 8192), (256, 1024))
+NAN_CODE = 0x7F
 _CALLS_OF_A_GRAPH = 10
 
 
@@ -63,17 +69,19 @@ def g3(setting: Setting) -> list[Row]:
     for group in GROUPS:
         for batch, context in ((2, 64),) if setting.dry else POINTS:
             rows.append(_decode(setting, device, group, batch, context))
+    if lacks_units(device) is None:
+        for batch, context in ((2, 64),) if setting.dry else FP8_POINTS:
+            rows.append(_decode(setting, device, GROUPS[0], batch, context, in_fp8=True))
     return rows
 
 
-def _decode(setting: Setting, device: torch.device, group: int, batch: int, context: int) -> Row:
+def _decode(setting: Setting, device: torch.device, group: int, batch: int, context: int, in_fp8: bool = False) -> Row:
+    """Measure decode attention of one layer. With KV ``in_fp8`` the row has no target; its limit is half as high."""
     kv_heads = (8 if setting.dry else HEADS) // group
     dtype: Any = "float32" if setting.dry else "bfloat16"
-    layout = KvLayout((LayerLayout(kv_heads, DIM, DIM),), dtype, BLOCK)
-    store = SlabStore(layout, batch * -(-context // BLOCK), device)
-    for part in (store.k(0), store.v(0)):
-        part.normal_()
-    query = torch.randn(batch, kv_heads * group, DIM, device=device, dtype=store.dtype)
+    store = _filled(kv_heads, dtype, in_fp8, batch * -(-context // BLOCK), device)
+    layout = store.layout
+    query = torch.randn(batch, kv_heads * group, DIM, device=device, dtype=DTYPES[dtype])
     backend = _backend(setting, store)
     each = layout.blocks_for(context)
     order = torch.randperm(store.blocks).tolist()  # blocks of a pool in use are scattered
@@ -81,13 +89,29 @@ def _decode(setting: Setting, device: torch.device, group: int, batch: int, cont
     params = Params(DIM**-0.5)
     seconds = _captured_s(lambda: backend.attend(plan, 0, query, params), device)
     least = 2 * batch * context * kv_heads * DIM * layout.element_bytes / setting.ceilings["copy_bytes_per_s"]
-    dense = _dense_s(batch, context, kv_heads, group, store.dtype, device)
+    dense = _dense_s(batch, context, kv_heads, group, DTYPES[dtype], device)
     store.close()
+    what = f"paged decode attention, batch {batch}, context {context:,}, group of {group}"
+    targets = (GoalTarget("share", 0.85), GoalTarget("value", 1e6 * dense, at_most=True))
     return Row(
-        "G3", f"paged decode attention, batch {batch}, context {context:,}, group of {group}", "µs", 1e6 * seconds,
-        (GoalTarget("share", 0.85), GoalTarget("value", 1e6 * dense, at_most=True)), limit=1e6 * least,
-        share=least / seconds, note=f"torch's attention over contiguous KV: {1e6 * dense:.1f} µs",
+        "" if in_fp8 else "G3", f"{what}, KV in fp8" if in_fp8 else what, "µs", 1e6 * seconds,
+        () if in_fp8 else targets, limit=1e6 * least, share=least / seconds,
+        note=f"torch's attention over contiguous {dtype}: {1e6 * dense:.1f} µs",
     )  # fmt: skip
+
+
+def _filled(kv_heads: int, dtype: Any, in_fp8: bool, blocks: int, device: torch.device) -> SlabStore:
+    """Return a pool of one layer with random numbers."""
+    layout = KvLayout((LayerLayout(kv_heads, DIM, DIM),), "fp8" if in_fp8 else dtype, BLOCK)
+    scales = LayerScales(*[tuple(2.0 ** (head % 2) for head in range(kv_heads))] * 2)
+    codec = Fp8Codec(KvScales((scales,)), DTYPES[dtype], device) if in_fp8 else None
+    store = SlabStore(layout, blocks, device, codec=codec)
+    for part in (store.k(0), store.v(0)):
+        if in_fp8:
+            part.view(torch.uint8).random_(0, NAN_CODE)
+        else:
+            part.normal_()
+    return store
 
 
 def _backend(setting: Setting, store: SlabStore) -> Any:

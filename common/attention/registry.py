@@ -18,6 +18,7 @@ from common.attention.trial import find_fault
 from common.core.errors import StartError
 from common.kernels import cpu
 from common.kernels import triton as triton_kernels
+from common.kernels.e4m3 import lacks_units
 from common.kv.storage.interface import KvStorage
 from common.kv.storage.tensors import KvStore
 
@@ -54,10 +55,10 @@ def _cpu(store: KvStorage) -> AttentionBackend:
 
 
 def _triton(store: KvStorage) -> AttentionBackend:
-    if store.codec is not None:
-        raise Unusable("the Triton kernels do not know KV in fp8 yet")
     if (why := triton_kernels.unusable(store.device.type)) is not None:
         raise Unusable(why)
+    if store.codec is not None and (why := lacks_units(store.device)) is not None:
+        raise Unusable(f"it cannot read KV in fp8: {why}")
     from common.attention.triton import TritonAttention
 
     return TritonAttention(store)
@@ -86,7 +87,7 @@ _TRIED = ("triton", "flash")
 """Backends that must pass a trial against the reference."""
 _REMEDIES = {
     "native": "install a C compiler, then reinstall Tandem",
-    "triton": "install tandem[gpu] on a machine with a GPU, or choose another backend",
+    "triton": "install tandem[gpu] on a machine with a GPU that fits, or choose another backend",
     "flash": "install a version of flash-attn that fits, or choose another backend",
 }
 _PREFERRED: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flash", "triton"), "decode": ("triton", "flash")}

@@ -11,10 +11,10 @@ import torch
 
 from common.attention.interface import AttentionBackend, LayerCall, Span
 from common.attention.torch_reference import TorchReference
-from common.kv.storage.interface import KvStorage
+from common.kv.storage.interface import KvStorage, computed_dtype
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Largest accepted error of an output, relative to the largest output, by the pool's element type."""
+"""Largest accepted error of an output, relative to the largest output, by the type in which the model computes."""
 
 
 @torch.inference_mode()
@@ -32,15 +32,13 @@ def find_fault(backend: AttentionBackend, store: KvStorage, calls: Sequence[Laye
     noise = torch.Generator().manual_seed(0)
     try:
         for layer, call in _distinct(store, calls):
-            for part in (store.k(layer), store.v(layer)):
-                part[blocks] = torch.randn(part[blocks].shape, generator=noise).to(part)
+            _fill(store, layer, blocks, noise)
             rows = spans[-1].row + spans[-1].length
-            shape = (rows, call.heads, store.layout.layers[layer].k_dim)
-            query = torch.randn(shape, generator=noise).to(store.k(layer))
-            expected = oracle.attend(oracle.plan(spans), layer, query, call.params).float()
-            got = backend.attend(backend.plan(spans), layer, query, call.params).float()
+            query, unit = _query(store, layer, (rows, call.heads), noise)
+            expected = oracle.attend(oracle.plan(spans), layer, query, call.params).float() / unit
+            got = backend.attend(backend.plan(spans), layer, query, call.params).float() / unit
             off = float((got - expected).abs().max() / expected.abs().max())
-            if not off <= TOLERANCE[store.dtype]:
+            if not off <= TOLERANCE[query.dtype]:
                 return f"its trial gives wrong numbers (off by {off:.2g} in layer {layer})"
     except torch.OutOfMemoryError:  # the fault of none
         raise
@@ -65,6 +63,32 @@ def _spans(store: KvStorage, prefill: bool) -> list[Span]:
         spans.append(Span(row, length, start, [free.pop() for _ in range(count)]))
         row += length
     return spans
+
+
+def _fill(store: KvStorage, layer: int, blocks: list[int], noise: torch.Generator) -> None:
+    """Store random keys and values in all slots of ``blocks``, in a pool in fp8 in units of their head's scale."""
+    size, parts = store.layout.block_size, (store.k(layer), store.v(layer))
+    where, dtype = parts[0].device, computed_dtype(store)
+    one = torch.ones(1, device=where)
+    scales = (one, one) if store.codec is None else store.codec.scales_of(layer)
+    key, value = (
+        (torch.randn(len(blocks) * size, *part.shape[2:], generator=noise).to(where) * scale).to(dtype)
+        for part, scale in zip(parts, scales, strict=True)
+    )
+    slots = torch.tensor(blocks).repeat_interleave(size), torch.arange(size).repeat(len(blocks))
+    store.write(layer, key, value, (slots[0].to(where), slots[1].to(where)))
+
+
+def _query(
+    store: KvStorage, layer: int, rows_heads: tuple[int, int], noise: torch.Generator
+) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """Return random queries [rows, heads, k_dim] for what :func:`_fill` stores, and the unit of each head's outputs."""
+    keys = store.k(layer)
+    query = torch.randn(*rows_heads, keys.shape[3], generator=noise).to(keys.device)
+    if store.codec is None:
+        return query.to(store.dtype), 1.0
+    k, v = (each.repeat_interleave(rows_heads[1] // keys.shape[2], 0) for each in store.codec.scales_of(layer))
+    return (query / k).to(store.codec.computed), v
 
 
 def _distinct(store: KvStorage, calls: Sequence[LayerCall]) -> Iterable[tuple[int, LayerCall]]:

@@ -17,7 +17,7 @@ from common.attention.step_buffer import StepBuffer
 from common.kernels.triton.decode import attend_decode
 from common.kernels.triton.prefill import attend_prefill
 from common.kernels.triton.spans import DecodeRows, PrefillSpans
-from common.kv.storage.interface import KvStorage
+from common.kv.storage.interface import KvStorage, computed_dtype
 
 MAX_SPLITS = 32
 """Most splits of a sequence: what adding them up costs grows with them."""
@@ -44,7 +44,7 @@ class TritonAttention:
 
     def __init__(self, store: KvStorage, splits: int | None = None) -> None:
         self.store = store
-        self._device = store.device
+        self._device, self._dtype = store.device, computed_dtype(store)
         self._buffer = StepBuffer(self._device, store.layout.block_size)
         self._fixed_splits = splits
         self._programs = PROGRAMS_PER_PROCESSOR * _processors(self._device)
@@ -65,18 +65,19 @@ class TritonAttention:
         return TritonPlan(*self._buffer.fill(decode, prefill, rows))
 
     def attend(self, plan: TritonPlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
-        if query.dtype != self.store.dtype or query.stride(2) != 1:
-            query = query.to(self.store.dtype).contiguous()
-        keys, values = self.store.k(layer), self.store.v(layer)
+        if query.dtype != self._dtype or query.stride(2) != 1:
+            query = query.to(self._dtype).contiguous()
+        keys, values, codec = self.store.k(layer), self.store.v(layer), self.store.codec
+        scales = None if codec is None else codec.scales_of(layer)
         kv_heads, v_dim = values.shape[2:]
         out = query.new_empty(query.shape[0], query.shape[1], v_dim)
         if (rows := plan.decode) is not None:
             count = rows.row_at.shape[0]
             splits = self._splits(count, kv_heads)
             scratch = self._scratch_for(count * query.shape[1] * splits if splits > 1 else 0, v_dim)
-            attend_decode(query, keys, values, out, rows, splits, scratch, params)
+            attend_decode(query, keys, values, out, rows, splits, scratch, params, scales)
         if plan.prefill is not None:
-            attend_prefill(query, keys, values, out, plan.prefill, params)
+            attend_prefill(query, keys, values, out, plan.prefill, params, scales)
         return out
 
     def _splits(self, rows: int, kv_heads: int) -> int:

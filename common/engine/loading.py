@@ -27,6 +27,7 @@ from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.tensors import DTYPES
 from common.model.gpu_layers import PARTS
 from common.model.load import Progress, dtype_of, weight_bytes
+from common.model.parallel import whole_peaks
 from common.model.probe import QUANTISED_TOLERANCE
 from common.platform import memory
 from common.platform.device import Device, choose_dtype, probe_cpu
@@ -67,7 +68,7 @@ def load_engine(
     chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
     stored: KvDtype = chosen if kv_cache_dtype == "auto" else "fp8"
-    _check_quantization(quantization, kv_cache_dtype, machine, leader)
+    _check_quantization(quantization, machine, leader)
 
     room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share, leader)
     budget = partial(_budget, checkpoint, stored, block_size, max_model_len, num_kv_blocks)
@@ -78,7 +79,7 @@ def load_engine(
         gpu_fusion=gpu_fusion, progress=progress, trust_remote_code=trust_remote_code, leader=leader,
     )  # fmt: skip
     layout = _layout(checkpoint, ready, stored, block_size, leader)
-    scales = KvScales.for_peaks(ready.seen.peaks) if stored == "fp8" else None
+    scales = _scales(ready, layout, leader)
     make = partial(_make_engine, checkpoint, ready, layout, scales, chosen, machine, attention, leader)
     graph_calls = partial(CudaCalls, ready.where) if ready.where.type == "cuda" and leader is None else None
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
@@ -106,6 +107,15 @@ def _layout(
     """Return the layout of the pool, which the ranks of a tensor-parallel worker have in common."""
     layers, shards = (ready.seen.layers, 1) if leader is None else leader.whole_layers(checkpoint, ready.seen.layers)
     return KvLayout(layers, dtype, block_size, shards)
+
+
+def _scales(ready: PreparedModel, layout: KvLayout, leader: Leader | None) -> KvScales | None:
+    """Return the scales of a pool in fp8, which tensor-parallel ranks find together; None for other pools."""
+    if layout.dtype != "fp8":
+        return None
+    if leader is None:
+        return KvScales.for_peaks(ready.seen.peaks)
+    return KvScales.for_peaks(whole_peaks(leader.collective, ready.seen.peaks, layout.head_shards, ready.where))
 
 
 def _capture(engine: ModelEngine, graph_calls: Callable[[], GraphCalls] | None, enforce_eager: bool) -> None:
@@ -144,13 +154,13 @@ def _budget(
     )  # fmt: skip
 
 
-def _check_quantization(quantization: str, kv_cache_dtype: str, machine: Device, leader: Leader | None) -> None:
-    """Raise StartError if this worker cannot compute with such weights or KV."""
+def _check_quantization(quantization: str, machine: Device, leader: Leader | None) -> None:
+    """Raise StartError if this worker cannot compute with such weights."""
     if quantization == "int8" and machine.gpu is not None:
         raise StartError("--quantization int8 runs on CPUs only", f"this worker computes on {machine.name}", "omit it")
-    if leader is not None and "fp8" in (quantization, kv_cache_dtype):
-        why = "each rank would choose scales of its own"
-        raise StartError("fp8 does not work with tensor parallelism yet", why, "omit one of the two")
+    if leader is not None and quantization == "fp8":
+        why = "a rank sees a part of each token, and would round it with a scale of its own"
+        raise StartError("--quantization fp8 does not work with tensor parallelism", why, "omit one of the two")
 
 
 def _most_for_kv(
@@ -180,11 +190,11 @@ def _make_engine(
     """Return an engine with a pool of ``blocks`` blocks, whose notes say how it attends. The model attends through the
     engine that was made last."""
     model, where = ready.model, ready.where
+    codec = None if scales is None else Fp8Codec(scales.shard(0, layout.head_shards), DTYPES[dtype], where)
     if leader is None:
-        codec = None if scales is None else Fp8Codec(scales, DTYPES[dtype], where)
         store = make_store(layout, blocks, machine, where, codec)
     else:
-        store = leader.make_store(layout, blocks, machine, where)
+        store = leader.make_store(layout, blocks, machine, where, codec)
     with shortage_in_words("for the trial of attention kernels", where, SMALLER_POOL):
         chosen = select_backend(store, attention, ready.seen.calls)
     steps = None

@@ -25,6 +25,7 @@ from common.engine.rank_messages import Channel
 from common.engine.rank_pools import leading_store
 from common.engine.runner import ModelEngine, PagedAttention
 from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
 from common.kv.storage.tensors import KvStore
@@ -120,12 +121,15 @@ class Leader:
         """Return the KV shapes of all ranks together and the pool's number of shards."""
         return whole_layers(checkpoint, self.plan, layers)
 
-    def make_store(self, layout: KvLayout, blocks: int, machine: Device, where: torch.device) -> KvStorage:
-        """Return rank 0's share of a pool of which every rank has its own. StartError if a GPU has too little
-        memory, or cannot reach that of another."""
+    def make_store(
+        self, layout: KvLayout, blocks: int, machine: Device, where: torch.device, codec: Fp8Codec | None
+    ) -> KvStorage:
+        """Return rank 0's share of a pool of which every rank has its own, in fp8 with ``codec``, which is that of rank
+        0's heads. StartError if a GPU has too little memory, or cannot reach that of another."""
         if machine.gpu is None:
-            return KvStore(KvMemory(layout, blocks, lambda descriptor: self.channel.share_pool(descriptor, blocks)))
-        return leading_store(layout, blocks, where, self.channel)
+            memory = KvMemory(layout, blocks, lambda descriptor: self.channel.share_pool(descriptor, blocks))
+            return KvStore(memory, codec=codec)
+        return leading_store(layout, blocks, where, self.channel, codec)
 
     def make_engine(
         self, model: torch.nn.Module, store: KvStorage, backend: AttentionBackend, *rest: Any

@@ -37,13 +37,15 @@ from common.engine.runner import PagedAttention
 from common.engine.staging import UploadStaging
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvDtype, KvLayout
+from common.kv.scales import KvScales
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
-from common.kv.storage.tensors import KvStore
+from common.kv.storage.tensors import DTYPES, KvStore
 from common.model.collective import Collective
 from common.model.linears import pack_linears
 from common.model.load import detach_from_files
-from common.model.parallel import load_share, shard_of, whole_layers
+from common.model.parallel import load_share, shard_of, whole_layers, whole_peaks
 from common.model.parallel_check import check_split
 from common.model.probe import Probe, forward, probe
 from common.model.rotary import freeze_rotary
@@ -64,6 +66,7 @@ def follow(
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
     quantization: Literal["none", "int8", "fp8"] = "none",
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> None:
     """Load this rank's share onto ``machine`` (default: the CPU) as rank 0 does its own, and do what rank 0 asks for
     until it leaves. The arguments must be those of rank 0's :func:`common.engine.loading.load_engine`. StartError if
@@ -82,9 +85,13 @@ def follow(
     detach_from_files(model)
     memory.keep_freed_memory()
     whole, shards = whole_layers(checkpoint, plan, seen.layers)
-    layout = KvLayout(whole, chosen, block_size, shards)
+    shard, codec = shard_of(plan, shards), None
+    if kv_cache_dtype == "fp8":
+        scales = KvScales.for_peaks(whole_peaks(collective, seen.peaks, shards, where))
+        codec = Fp8Codec(scales.shard(shard, shards), DTYPES[chosen], where)
+    layout = KvLayout(whole, chosen if codec is None else "fp8", block_size, shards)
     choose = partial(_backend, seen, attention)
-    with closing(_Follower(model, followed, layout, shard_of(plan, shards), machine, choose)) as follower:
+    with closing(_Follower(model, followed, layout, shard, codec, machine, choose)) as follower:
         follower.run()
 
 
@@ -93,8 +100,8 @@ def _backend(seen: Probe, attention: Wanted, store: KvStorage) -> AttentionBacke
 
 
 class _Follower:
-    """A rank other than 0, with a loaded share of the model: it has the ``shard`` of a pool of ``layout``, and
-    ``choose`` returns its attention backend for a store."""
+    """A rank other than 0, with a loaded share of the model: it has the ``shard`` of a pool of ``layout``, in fp8 with
+    ``codec``, and ``choose`` returns its attention backend for a store."""
 
     def __init__(
         self,
@@ -102,10 +109,12 @@ class _Follower:
         followed: Followed,
         layout: KvLayout,
         shard: int,
+        codec: Fp8Codec | None,
         machine: Device,
         choose: Callable[[KvStorage], AttentionBackend],
     ) -> None:
         self._model, self._followed, self._layout, self._shard = model, followed, layout, shard
+        self._codec = codec
         self._where, self._choose = torch.device(machine.address), choose
         self._staging = None if machine.gpu is None else UploadStaging(self._where)
         self._store: KvStorage | None = None
@@ -152,10 +161,10 @@ class _Follower:
         self.close()
         slab = None
         if new.descriptor is None:
-            self._store, slab = rank_store(self._layout, new.blocks, self._where)
+            self._store, slab = rank_store(self._layout, new.blocks, self._where, self._codec)
         else:
             joined = KvMemory.join(new.descriptor, self._layout, new.blocks)
-            self._store = KvStore(joined, self._shard)
+            self._store = KvStore(joined, self._shard, self._codec)
         with shortage_in_words("for the trial of attention kernels", self._where, SMALLER_POOL):
             self._attention = PagedAttention(self._store, self._choose(self._store))
         bind(self._model, self._attention)

@@ -18,6 +18,7 @@ from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
 from common.kv.storage.cuda import CudaMemory, OutOfReach, RankSlab
 from common.kv.storage.device_calls import DeviceFailed
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.slab import SlabStore
 
 
@@ -26,9 +27,16 @@ class LeadingStore(SlabStore):
     the whole pool."""
 
     def __init__(
-        self, layout: KvLayout, blocks: int, device: torch.device, slab: torch.Tensor, memory: Any, channel: Channel
+        self,
+        layout: KvLayout,
+        blocks: int,
+        device: torch.device,
+        slab: torch.Tensor,
+        memory: Any,
+        channel: Channel,
+        codec: Fp8Codec | None = None,
     ) -> None:
-        super().__init__(layout.one_shard(), blocks, device, slab, memory)
+        super().__init__(layout.one_shard(), blocks, device, slab, memory, codec)
         self.layout, self._channel = layout, channel
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
@@ -42,9 +50,12 @@ class LeadingStore(SlabStore):
             super().clear(blocks)
 
 
-def leading_store(layout: KvLayout, blocks: int, where: torch.device, channel: Channel) -> LeadingStore:
-    """Return rank 0's slab of a pool of ``blocks`` blocks, once every rank has made its own. Raises StartError if this
-    GPU has too little memory, or cannot reach that of another rank's."""
+def leading_store(
+    layout: KvLayout, blocks: int, where: torch.device, channel: Channel, codec: Fp8Codec | None
+) -> LeadingStore:
+    """Return rank 0's slab of a pool of ``blocks`` blocks, once every rank has made its own. ``codec`` is that of its
+    heads, for a pool in fp8. Raises StartError if this GPU has too little memory, or cannot reach that of another
+    rank's."""
     calls = device_calls(where)
     slabs = channel.make_slabs(blocks)
     try:
@@ -58,16 +69,16 @@ def leading_store(layout: KvLayout, blocks: int, where: torch.device, channel: C
     except DeviceFailed as error:
         raise too_little_memory(layout.shard_bytes * blocks, where, error) from None
     tensor = calls.tensor(memory.slab, layout.shard_bytes * blocks)
-    return LeadingStore(layout, blocks, where, tensor, memory, channel)
+    return LeadingStore(layout, blocks, where, tensor, memory, channel, codec)
 
 
-def rank_store(layout: KvLayout, blocks: int, where: torch.device) -> tuple[SlabStore, Slab]:
-    """Return the slab of another rank on ``where``, and what rank 0 needs to map it. Raises StartError if the GPU has
-    too little memory."""
+def rank_store(layout: KvLayout, blocks: int, where: torch.device, codec: Fp8Codec | None) -> tuple[SlabStore, Slab]:
+    """Return the slab of another rank on ``where``, and what rank 0 needs to map it. ``codec`` is that of its heads,
+    for a pool in fp8. Raises StartError if the GPU has too little memory."""
     calls, own = device_calls(where), layout.one_shard()
     try:
         memory = RankSlab(own, blocks, calls)
     except DeviceFailed as error:
         raise too_little_memory(own.block_bytes * blocks, where, error) from None
     tensor = calls.tensor(memory.buffer, own.block_bytes * blocks)
-    return SlabStore(own, blocks, where, tensor, memory), Slab(*memory.export())
+    return SlabStore(own, blocks, where, tensor, memory, codec), Slab(*memory.export())

@@ -11,6 +11,17 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite number of the type."""
 
+FIRST_WITH_UNITS = (8, 9)
+"""Compute capability from which on GPUs convert and multiply float8."""
+
+
+def lacks_units(device: torch.device) -> str | None:
+    """Return why ``device`` is a GPU whose kernels cannot convert float8, in words; None for any other device."""
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= FIRST_WITH_UNITS:
+        return None
+    needed, has = (f"{major}.{minor}" for major, minor in (FIRST_WITH_UNITS, found))
+    return f"float8 needs a GPU of compute capability {needed} or later, and this one has {has}"
+
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` (any shape and float type) rounded to the nearest float8 e4m3, ties to even. What is larger than 448

@@ -27,6 +27,12 @@ class LayerScales:
     k: tuple[float, ...]
     v: tuple[float, ...]
 
+    def shard(self, index: int, count: int) -> LayerScales:
+        """Return the scales of the heads in shard ``index`` of ``count`` equal ones."""
+        heads = len(self.k) // count
+        mine = slice(index * heads, (index + 1) * heads)
+        return LayerScales(self.k[mine], self.v[mine])
+
 
 @dataclass(frozen=True)
 class KvScales:
@@ -38,6 +44,10 @@ class KvScales:
     def for_peaks(cls, peaks: Iterable[tuple[Iterable[float], Iterable[float]]]) -> KvScales:
         """Return the scales for the largest magnitudes of the keys and of the values, per layer and head."""
         return cls(tuple(LayerScales(tuple(map(scale_for, k)), tuple(map(scale_for, v))) for k, v in peaks))
+
+    def shard(self, index: int, count: int) -> KvScales:
+        """Return the scales of the heads in shard ``index`` of ``count`` equal ones."""
+        return KvScales(tuple(each.shard(index, count) for each in self.layers))
 
     @property
     def fingerprint(self) -> str:

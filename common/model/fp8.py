@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from common.kernels.e4m3 import LARGEST, to_e4m3
+from common.kernels.e4m3 import LARGEST, lacks_units, to_e4m3
 from common.model.linears import linear_weight
 
-_FIRST_WITH_FP8 = (8, 9)
-"""Compute capability from which on GPUs multiply float8."""
 _MULTIPLE = 16
 """Rows and columns of a weight that ``torch._scaled_mm`` takes are multiples of this."""
 
@@ -65,7 +63,7 @@ def in_hardware(weight: torch.Tensor) -> bool:
     per row returns bfloat16 only."""
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or any(side % _MULTIPLE for side in weight.shape):
         return False
-    return torch.cuda.get_device_capability(weight.device) >= _FIRST_WITH_FP8
+    return lacks_units(weight.device) is None
 
 
 def round_linears(model: nn.Module) -> list[Fp8Linear]:

@@ -9,7 +9,7 @@ by expert. If there are fewer KV heads than ranks, several ranks have the same h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -334,6 +334,28 @@ def whole_layers(
     if len(shards) > 1 or expected != whole or count < 1 or plan.size % count:
         raise plan.refused("its layers' keys and values are not divided alike")
     return whole, count
+
+
+@torch.inference_mode()
+def whole_peaks(
+    collective: Collective,
+    peaks: Sequence[tuple[Sequence[float], Sequence[float]]],
+    shards: int,
+    where: torch.device,
+) -> list[tuple[list[float], list[float]]]:
+    """Return the largest magnitudes of the keys and of the values of all KV heads, per layer, from those that each rank
+    has seen of its own heads; all ranks get the same. They compute on ``where``. Of ranks that have heads in common,
+    the first one's count."""
+    own = torch.tensor([peak for layer in peaks for part in layer for peak in part], device=where)[None]
+    parts = collective.gather(own, [own.shape[1]] * collective.size).view(collective.size, -1)
+    rows = parts[:: collective.size // shards].cpu()
+    found: list[tuple[list[float], list[float]]] = []
+    at = 0
+    for k, v in peaks:
+        middle, end = at + len(k), at + len(k) + len(v)
+        found.append((rows[:, at:middle].flatten().tolist(), rows[:, middle:end].flatten().tolist()))
+        at = end
+    return found
 
 
 def shard_of(plan: Plan, shards: int) -> int:

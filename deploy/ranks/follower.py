@@ -100,6 +100,7 @@ def run(launch: RankLaunch, watched: Watched) -> None:
         trust_remote_code=config.trust_remote_code,
         attention=Wanted(config.attention, config.prefill_attention, config.decode_attention),
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -20,15 +20,18 @@ from tests.e2e.system import ApiClient, RunningSystem, sampling_of
 from tests.e2e.test_tokens import metrics
 from tests.fakes.rank_gpus import WORKER, XIDS, uuid_of
 from tests.pace import scaled
-from tests.reference import Reference
+from tests.reference import FLOAT32, Reference, Tolerance
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
+NEARLY = Tolerance(greedy_stds=1.0)
+"""For KV in fp8: a wrong token is about three standard deviations away."""
 NOTICED_S = 2.0
 BACK_S = 60.0
 DEGREES = {
     "2x2": ("--tensor-parallel-size", "2"),
     "2x1": ("--tensor-parallel-size", "2", "--decode-tensor-parallel-size", "1"),
+    "2x2 in fp8": ("--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8"),
 }
 
 
@@ -50,11 +53,13 @@ def prompt_of(length: int) -> list[int]:
     return [8 + (31 * at * at + length) % 500 for at in range(length)]
 
 
-async def check(client: ApiClient, reference: Reference, length: int, **fields: Any) -> None:
+async def check(
+    client: ApiClient, reference: Reference, length: int, tolerance: Tolerance = FLOAT32, **fields: Any
+) -> None:
     fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **fields}
     answer = await client.complete(prompt_of(length), **fields)
     assert answer.path == "disagg"
-    reference.check(answer.prompt, answer.ids, sampling_of(fields))
+    reference.check(answer.prompt, answer.ids, sampling_of(fields), tolerance=tolerance)
 
 
 async def pid_of(client: ApiClient, worker: str, other_than: int = 0) -> int:
@@ -96,6 +101,14 @@ async def test_every_token_is_right(
             requests = [check(client, oracle(kind), length, **each) for length in lengths for each in ({}, sampled)]
             await asyncio.gather(*requests)
             await client.until_idle(within_s=3)
+
+
+@pytest.mark.whole
+async def test_kv_in_fp8_is_split_too(up: Callable[..., Any], oracle: Callable[[str], Reference]) -> None:
+    with up("2x2 in fp8") as system:
+        async with system.client() as client:
+            lengths = (1, 16, 100, 700)
+            await asyncio.gather(*(check(client, oracle("llama"), length, NEARLY) for length in lengths))
 
 
 async def test_the_system_outlives_any_rank(up: Callable[..., Any], oracle: Callable[[str], Reference]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.system import RunningSystem, TandemProcess
 from tests.e2e.test_tokens import ONE_ONE, check, prompt_of
+from tests.models import make_model, spread_kv
 from tests.reference import Reference
 
 pytestmark = [
@@ -48,3 +49,26 @@ async def test_every_token_is_right(
     for answer in answers:
         assert answer.path == "disagg"
         check(oracle(kind), answer, fields, f"{len(answer.prompt)} tokens")
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(500)
+async def test_kv_in_fp8_gives_the_tokens_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head has a scale of its own. torch attends to the same pool in the same system, without the interpreter."""
+    model = spread_kv(make_model("llama", tmp_path / "model"))
+    fields = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    prompts = [prompt_of(length, 90) for length in LENGTHS]
+    monkeypatch.setattr(TandemProcess, "spawner", None)  # a forked worker would have imported triton before
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found: dict[str, list[list[int]]] = {}
+    for attention in ("triton", "torch"):
+        flags = (*ONE_ONE, "--attention", attention, "--kv-cache-dtype", "fp8", "--local-prefill", "never", *SLOW)
+        (folder := tmp_path / attention).mkdir()
+        with RunningSystem.up(folder, model, *flags) as system:
+            async with system.client() as client:
+                answers = await asyncio.gather(*(client.complete(prompt, **fields) for prompt in prompts))
+        text = system.process.text  # complete, now that the system has ended
+        assert f"{attention}: as requested" in text and "12 of 12 scales differ from 1" in text
+        assert all(answer.path == "disagg" for answer in answers)
+        found[attention] = [answer.ids for answer in answers]
+    assert found["triton"] == found["torch"]

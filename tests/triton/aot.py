@@ -1,8 +1,9 @@
 """Compile the kernels as they are launched, for GPUs that are not here: ``python -m tests.triton.aot [--sample]``.
 
 The host functions run on tensors without memory, and their launches are recorded; each is then compiled for sm_80,
-sm_90 and sm_100. Nothing may spill (a stack of 0 bytes), shared memory must be within 227 KiB, and prefill in 16 bits
-must use Hopper's matrix instructions. Must not run with TRITON_INTERPRET.
+sm_90 and sm_100; KV in fp8 needs sm_90. Nothing may spill (a stack of 0 bytes), shared memory must be within 227 KiB,
+prefill in 16 bits must use Hopper's matrix instructions, and numbers must saturate when they become float8. Must not
+run with TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from common.kernels.e4m3 import E4M3
 from common.kernels.triton import INTERPRETED, decode, layers, pieces, prefill, rotary, store
 from common.kernels.triton.spans import DecodeRows, PrefillSpans
 
@@ -30,7 +32,9 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 SHARED_LIMIT = 227 << 10
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    E4M3: "*fp8e4nv",
 }  # fmt: skip
+SATURATING = "cvt.rn.satfinite.e4m3x2.f32"
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -47,6 +51,7 @@ class Model(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    stores_fp8: bool = False
     scaling: float = 0.1
 
     @property
@@ -59,9 +64,14 @@ class Model(NamedTuple):
         for dim in (self.k_dim, self.v_dim):
             row = self.kv_heads * dim
             block = 64 * self.size * row
-            whole = empty(-(-(1 << 33) // block), block, dtype=self.dtype)
+            whole = empty(-(-(1 << 33) // block), block, dtype=E4M3 if self.stores_fp8 else self.dtype)
             parts.append(whole[:, : self.size * row].unflatten(1, (self.size, self.kv_heads, dim)))
         return parts[0], parts[1]
+
+    @property
+    def capabilities(self) -> tuple[int, ...]:
+        """What it is compiled for."""
+        return (90, 100) if self.stores_fp8 else (80, 90, 100)
 
 
 MODELS = (
@@ -73,8 +83,16 @@ MODELS = (
     Model("DeepSeek", BFLOAT16, 128, 128, 192, 128),
     Model("one KV head", BFLOAT16, 71, 1, 64, 64, size=256),
     Model("odd heads", BFLOAT16, 20, 4, 80, 96),
+    Model("8B, fp8 KV", BFLOAT16, 32, 8, 128, 128, stores_fp8=True),
+    Model("float16, fp8 KV", FLOAT16, 32, 8, 128, 128, size=64, stores_fp8=True),
+    Model("float32, fp8 KV", FLOAT32, 32, 8, 128, 128, stores_fp8=True),
+    Model("Gemma 2, fp8 KV", BFLOAT16, 16, 8, 256, 256, window=4096, softcap=50.0, stores_fp8=True),
+    Model("gpt-oss, fp8 KV", BFLOAT16, 64, 8, 64, 64, window=128, has_sinks=True, stores_fp8=True),
+    Model("DeepSeek, fp8 KV", BFLOAT16, 128, 128, 192, 128, stores_fp8=True),
+    Model("one KV head, fp8 KV", BFLOAT16, 71, 1, 64, 64, size=256, stores_fp8=True),
+    Model("odd heads, fp8 KV", BFLOAT16, 20, 4, 80, 96, stores_fp8=True),
 )
-FEW = ("8B",)
+FEW = ("8B", "8B, fp8 KV")
 """Models of the sample."""
 
 
@@ -93,6 +111,7 @@ class Compiled(NamedTuple):
     registers: int
     shared: int
     has_hgmma: bool
+    saturates: bool
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -126,7 +145,8 @@ def recorded(module: Any, launches: list[Launch]) -> Iterator[None]:
 
 
 def launches_of(model: Model, capability: int) -> list[Launch]:
-    """Return the launches of one layer: decode of few rows and of many, prefill, writes and transfers."""
+    """Return the launches of one layer: decode of few rows and of many, prefill, writes and transfers; with KV in fp8
+    only those that look at its type."""
     made: list[Launch] = []
     prefill.capability_of = lambda device: capability // 10  # type: ignore[assignment]
     keys, values = model.pool()
@@ -134,20 +154,28 @@ def launches_of(model: Model, capability: int) -> list[Launch]:
     query = empty(rows, model.heads, model.k_dim, dtype=model.dtype)
     out = empty(rows, model.heads, model.v_dim, dtype=model.dtype)
     ints = empty(rows, dtype=torch.int32)
+    scales = (empty(model.kv_heads, 1, dtype=FLOAT32),) * 2 if model.stores_fp8 else None
     with recorded(decode, made):
         part = DecodeRows(ints, ints, empty(512, rows, dtype=torch.int32))
         scratch = (empty(1 << 20, dtype=FLOAT32), empty(1 << 16, dtype=FLOAT32))
         for splits in (8, 1):
-            decode.attend_decode(query, keys, values, out, part, splits, scratch, model)
+            decode.attend_decode(query, keys, values, out, part, splits, scratch, model, scales)
     with recorded(prefill, made):
         for longest in (8, rows):
             spans = PrefillSpans(ints, ints, ints, part.tables, rows, longest)
-            prefill.attend_prefill(query, keys, values, out, spans, model)
+            prefill.attend_prefill(query, keys, values, out, spans, model, scales)
     with recorded(store, made):
         slots = (empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64))
         key = empty(rows, model.kv_heads, model.k_dim, dtype=model.dtype)
         value = empty(rows, model.kv_heads, model.v_dim, dtype=model.dtype)
-        store.write(key, value, keys, values, slots)
+        store.write(key, value, keys, values, slots, scales)
+    with recorded(rotary, made):
+        angles = (empty(rows, model.k_dim, dtype=model.dtype),) * 2
+        head = empty(model.k_dim, dtype=model.dtype)
+        for norms in (None, (head, head, 1e-6)):
+            rotary.rotate_write(query, key, value, angles, norms, keys, values, slots, scales)
+    if model.stores_fp8:
+        return made
     with recorded(layers, made):
         hidden, wide = empty(rows, 4096, dtype=model.dtype), empty(rows, 28672, dtype=model.dtype)
         weight = empty(4096, dtype=model.dtype)
@@ -155,11 +183,6 @@ def launches_of(model: Model, capability: int) -> list[Launch]:
             layers.add_norm(hidden, delta, weight, 1e-6)
         for activation in layers.ACTIVATIONS:
             layers.gate(*wide.chunk(2, dim=1), activation)
-    with recorded(rotary, made):
-        angles = (empty(rows, model.k_dim, dtype=model.dtype),) * 2
-        head = empty(model.k_dim, dtype=model.dtype)
-        for norms in (None, (head, head, 1e-6)):
-            rotary.rotate_write(query, key, value, angles, norms, keys, values, slots)
     with recorded(pieces, made):
         pieces.copy(empty(3, 37, dtype=torch.int64), 1 << 20)
     return made
@@ -192,7 +215,7 @@ def compiled(launch: Launch, capability: int) -> Compiled:
         usage = _said_by("cuobjdump", "-res-usage", file.name)
         code = _said_by("nvdisasm", file.name) if capability == 90 else ""
     stack, registers = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("STACK", "REG"))  # type: ignore[index]
-    return Compiled(stack, registers, made.metadata.shared, "HGMMA" in code)
+    return Compiled(stack, registers, made.metadata.shared, "HGMMA" in code, SATURATING in made.asm["ptx"])
 
 
 def _said_by(tool: str, *words: str) -> str:
@@ -206,10 +229,14 @@ def faults(model: Model, launch: Launch, capability: int, found: Compiled) -> It
         yield f"needs {found.shared} bytes of shared memory"
     if capability == 90 and launch.kernel.__name__ == "prefill" and model.dtype != FLOAT32 and not found.has_hgmma:
         yield "uses no HGMMA"
+    if model.stores_fp8 and launch.kernel.__name__ in ("write_kv", "rotate_and_write") and not found.saturates:
+        yield "does not saturate"
 
 
-def is_sampled(launch: Launch, capability: int) -> bool:
-    """Return whether the sample has this launch: all for sm_90, else attention only."""
+def is_sampled(model: Model, launch: Launch, capability: int) -> bool:
+    """Return whether the sample has this launch: all for sm_90, else attention only, and that not for KV in fp8."""
+    if model.stores_fp8:
+        return capability == 90
     return launch.kernel.__name__ in ("decode_split", "prefill") or capability == 90
 
 
@@ -224,14 +251,14 @@ def main() -> int:
     for model in MODELS:
         if model.name not in (options.models or (FEW if options.sample else [each.name for each in MODELS])):
             continue
-        for capability in (80, 90, 100):
+        for capability in model.capabilities:
             unlike = {f"{each.kernel.__name__} {each.arguments}": each for each in launches_of(model, capability)}
             for launch in unlike.values():
-                if options.sample and not is_sampled(launch, capability):
+                if options.sample and not is_sampled(model, launch, capability):
                     continue
                 found = compiled(launch, capability)
                 bad = list(faults(model, launch, capability, found))
-                print(f"{model.name:12} {launch.kernel.__name__:17} sm_{capability}", *found, *bad, flush=True)
+                print(f"{model.name:19} {launch.kernel.__name__:17} sm_{capability}", *found, *bad, flush=True)
                 count, wrong = count + 1, wrong + bool(bad)
     print(f"{count} kernels compiled, {wrong} wrong")
     return 1 if wrong or not count else 0

@@ -10,9 +10,11 @@ import torch
 
 from common.attention.interface import AttentionBackend
 from common.attention.triton import TritonAttention
+from common.kernels.e4m3 import lacks_units
 from common.kernels.triton import blocks, decode
 from common.kv.storage.interface import KvStorage
 from tests.triton.cases import error_of, grid, sampled
+from tests.triton.float8 import wrongly_read, wrongly_stored
 
 LEAST_SPLIT = 64
 """Fewer positions than in use, so that short sequences have several splits."""
@@ -31,8 +33,14 @@ def main() -> int:
     share, shares = map(int, options.share.split("/"))
     torch.set_num_threads(1)
     decode.LEAST_SPLIT, blocks.few_tiles = LEAST_SPLIT, False
-    cases = (sampled() if options.sample else grid())[share::shares]
+    lacking = lacks_units(torch.device(options.device))
+    cases = (sampled if options.sample else grid)(with_fp8=lacking is None)[share::shares]
     wrong = 0
+    if lacking is not None:
+        print(f"without KV in fp8: {lacking}")
+    elif share == 0 and (codes := wrongly_stored(options.device) + wrongly_read(make, options.device)):
+        print(f"{codes} numbers are converted wrongly to or from float8")
+        wrong += 1
     for case in cases:
         if not (error := error_of(case, make, options.device)) <= 1:
             print(f"{case}: {error:.3g} times the tolerance")

@@ -26,6 +26,7 @@ from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
 from common.kv.storage.tensors import KvStore
 from tests.triton.cases import Case, Make, error_of
+from tests.triton.float8 import wrongly_stored
 from tests.triton.grid import LEAST_SPLIT
 
 
@@ -68,6 +69,16 @@ def far(rows: int) -> Callable[[Make], bool]:
     return fails
 
 
+def in_fp8(shape: str) -> Callable[[Make], bool]:
+    """Return a check of one case with KV in fp8."""
+    return at(shape, "plain", setup="fp8 of float32, blocks of 16, 3 splits")
+
+
+def misstored(_: Make) -> bool:
+    """Check the codes that are stored in a pool in fp8."""
+    return wrongly_stored() > 0
+
+
 _ERROR = 2
 """Exit code of a child whose check raised."""
 _BLOCK = "mask=seen, other=0).to(tl.int64)"
@@ -102,6 +113,17 @@ MUTANTS = (
         "sinks without a value's weight", "blocks", "total = total * shrink + tl.exp2(logit - highest)",
         "total = total * shrink", at("mixed", "sinks"),
     ),
+    Mutant(
+        "the scale of another head in decode", "decode", "tl.load(KScales + kv_head)", "tl.load(KScales)",
+        in_fp8("decode"),
+    ),
+    Mutant(
+        "the scale of another head in prefill", "prefill", "tl.load(VScales + kv_head)", "tl.load(VScales)",
+        in_fp8("prompts"),
+    ),
+    Mutant(
+        "ties away from zero in float8", "float8", "0x7FFFF + (size >> 20 & 1)", "0x80000", misstored,
+    ),
 )  # fmt: skip
 
 
@@ -111,6 +133,8 @@ def backend_of(folder: Path) -> Make:
     names = [name for name in sys.modules if name.startswith(f"{package.__name__}.")]
     for name in (*names, "common.attention.step_buffer", "common.attention.triton"):
         sys.modules.pop(name, None)
+    for name in names:
+        vars(package).pop(name.rpartition(".")[2], None)  # else an import from the package finds the old module
     backend = importlib.import_module("common.attention.triton").TritonAttention
     importlib.import_module(f"{package.__name__}.decode").LEAST_SPLIT = LEAST_SPLIT
 

@@ -1,4 +1,5 @@
-"""Compare what surrounds attention with plain torch: writes, rotary embedding, copies of pieces, padding, splits.
+"""Compare what surrounds attention with plain torch: writes, rotary embedding, copies of pieces, padding, splits,
+float8.
 
 ``TRITON_INTERPRET=1 python -m tests.triton.parts``
 """
@@ -21,7 +22,8 @@ from common.kernels.triton.spans import DecodeRows
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.cuda_driver import _tried_kernel
 from common.kv.storage.slab import SlabStore
-from tests.triton.cases import filled
+from tests.triton.cases import Setup, filled
+from tests.triton.float8 import wrongly_read, wrongly_stored
 from tests.triton.grid import LEAST_SPLIT
 
 CPU = torch.device("cpu")
@@ -109,7 +111,7 @@ def copies() -> None:
 
 def padding() -> None:
     """Rows behind the spans are zero, and a row that is left out is not written."""
-    with filled(LayerLayout(2, 16, 16), "float32", 16, [(200, 1), (3, 1), (64, 1)]) as (pool, spans):
+    with filled(LayerLayout(2, 16, 16), Setup("float32", 16, 2), [(200, 1), (3, 1), (64, 1)]) as (pool, spans):
         backend, params = TritonAttention(pool, 2), Params(0.25)
         query = torch.randn(5, 4, 16)
         alone = backend.attend(backend.plan(spans), 1, query[:3], params)
@@ -130,7 +132,7 @@ def splits() -> None:
     """With a fixed number of splits a row's bits do not depend on the rows beside it, nor do a chunk's on its
     neighbours."""
     shapes = [(290, 1), (3, 1), (127, 1), (200, 1)]
-    with filled(LayerLayout(2, 16, 16), "bfloat16", 16, shapes) as (pool, spans):
+    with filled(LayerLayout(2, 16, 16), Setup("bfloat16", 16, 3), shapes) as (pool, spans):
         backend, params = TritonAttention(pool, 3), Params(0.25, window=250)
         query = torch.randn(4, 4, 16).to(pool.dtype)
         together = backend.attend(backend.plan(spans), 1, query, params)
@@ -141,7 +143,7 @@ def splits() -> None:
 
 def addresses() -> None:
     """A decode step's part of the buffer stays where it is, however long the sequences and whatever comes with it."""
-    with filled(LayerLayout(1, 16, 16), "float32", 16, [(900, 1), (3, 1), (0, 40)]) as (pool, spans):
+    with filled(LayerLayout(1, 16, 16), Setup("float32", 16, 1), [(900, 1), (3, 1), (0, 40)]) as (pool, spans):
         backend = TritonAttention(pool)
         backend.reserve(4, 64, 4)
 
@@ -154,7 +156,13 @@ def addresses() -> None:
         assert seen(spans[:2]) == seen(spans[1:2] * 2) == seen(spans) == seen([spans[0]]) == seen([])
 
 
-CHECKS: tuple[Callable[[], None], ...] = (writes, rotations, copies, padding, splits, addresses)
+def float8() -> None:
+    """Numbers of all sizes are stored in the codes that torch gives them, and codes are read as torch reads them."""
+    assert wrongly_stored() == 0
+    assert wrongly_read(TritonAttention) == 0
+
+
+CHECKS: tuple[Callable[[], None], ...] = (writes, rotations, copies, padding, splits, addresses, float8)
 
 
 def main() -> int:

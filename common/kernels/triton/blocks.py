@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.triton import INTERPRETED
+from common.kernels.triton.float8 import BY_BITS, widened
 
 LOG2E = tl.constexpr(1.4426950408889634)
 WIDEN = tl.constexpr(INTERPRETED)
@@ -80,15 +81,21 @@ def finish(best, total, acc, sink, SINKS: tl.constexpr):
 @triton.jit
 def load_rows(X, base, row_step, column, real, D: tl.constexpr):
     """Return the tile X[base + row_step + column] with zeros where ``real`` [rows] is false and in columns from D on.
-    ``base`` and ``row_step`` are 64-bit where the tensor may be that large."""
-    return tl.load(
-        X + base + row_step[:, None] + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0
-    )
+    ``base`` and ``row_step`` are 64-bit where the tensor may be that large. In the interpreter, float8 is returned as
+    float32."""
+    x = tl.load(X + base + row_step[:, None] + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0)
+    if BY_BITS and X.dtype.element_ty == tl.float8e4nv:
+        x = widened(x)
+    return x
 
 
 def power_of_two(count: int, least: int = PAD_M) -> int:
     """Return the smallest power of two that is at least ``count`` and ``least``."""
     return max(least, 1 << (count - 1).bit_length())
+
+
+Scales = tuple[torch.Tensor, torch.Tensor]
+"""Scales of one layer in a pool in float8: of the keys and of the values of each KV head, float32 [kv_heads] both."""
 
 
 class Scoring(Protocol):
@@ -129,17 +136,21 @@ class TileShape(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, **FUSED}
 
 
-def decode_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int) -> TileShape:
-    """Return the tile of a decode program: the ``group`` query heads of one KV head, padded to a matrix instruction."""
+def decode_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, is_fp8: bool = False) -> TileShape:
+    """Return the tile of a decode program: the ``group`` query heads of one KV head, padded to a matrix instruction.
+    Widening KV from fp8 takes registers, so where the tile is large more warps share it."""
     m, wide = power_of_two(group), max(power_of_two(k_dim), power_of_two(v_dim))
     if few_tiles:
         return TileShape(m, 64, 4, 1)
     if dtype == torch.float32:
-        return _fitted(TileShape(m, 16, 4 if m <= 16 else 8, 3), dtype, k_dim, v_dim)
-    return _fitted(TileShape(m, 64 if wide <= 256 else 32, 4 if m <= 64 else 8, 3), dtype, k_dim, v_dim)
+        return _fitted(TileShape(m, 16, 8 if m > 16 or is_fp8 else 4, 3), dtype, k_dim, v_dim)
+    many = 8 if m > 64 or (is_fp8 and wide > 128) else 4
+    return _fitted(TileShape(m, 64 if wide <= 256 else 32, many, 3), dtype, k_dim, v_dim)
 
 
-def prefill_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, rows: int, capability: int) -> TileShape:
+def prefill_tile(
+    dtype: torch.dtype, group: int, k_dim: int, v_dim: int, rows: int, capability: int, is_fp8: bool = False
+) -> TileShape:
     """Return the tile of a prefill program for spans of at most ``rows`` rows, on a GPU of this compute capability
     (major). Larger tiles would not fit into the registers: before Hopper, operands of matrix instructions lie there,
     and float32 has no fast ones."""
@@ -147,7 +158,8 @@ def prefill_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, rows: i
     if few_tiles:
         return TileShape(max(64, least), 64, 4, 1)
     if dtype == torch.float32:
-        return _fitted(TileShape(least, 32 if wide <= 128 else 16, 4 if least <= 16 else 8, 1), dtype, k_dim, v_dim)
+        n = 32 if wide <= 128 and not is_fp8 else 16
+        return _fitted(TileShape(least, n, 4 if least <= 16 else 8, 1), dtype, k_dim, v_dim)
     small, many = max(64, least), 4 if wide <= 128 else 8
     if capability < 9:
         return _fitted(TileShape(small, 32, many, 3), dtype, k_dim, v_dim)

@@ -15,6 +15,7 @@ import triton.language as tl
 from common.kernels.triton.blocks import (
     FUSED,
     LOG2E,
+    Scales,
     Scoring,
     decode_tile,
     finish,
@@ -42,16 +43,16 @@ def split_range(length, splits, WINDOW: tl.constexpr, N: tl.constexpr, LEAST: tl
 
 @triton.jit
 def decode_split(
-    Q, K, V, Out, Mid, Lse, Sinks, RowAt, Lengths, Tables,
+    Q, K, V, Out, Mid, Lse, Sinks, KScales, VScales, RowAt, Lengths, Tables,
     q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, out_row, out_head, table_block, splits,
     scale, softcap,
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, LEAST: tl.constexpr,
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one KV head, one split. ``DIRECT``: there is one split, and its output is final; else it
     goes to ``Mid`` [rows, heads, splits, VD] with its logarithm of the sum of weights in ``Lse`` [rows, heads,
-    splits]."""
+    splits]. ``SCALED``: keys and values are in units of their head's scale."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at_row = tl.load(RowAt + row).to(tl.int64)
     length = tl.load(Lengths + row)
@@ -66,6 +67,8 @@ def decode_split(
     m, n, kd, vd = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KP), tl.arange(0, VP)
     heads, real = kv_head * GROUP + m, m < GROUP
     q = load_rows(Q, at_row * q_row, heads * q_head, kd, real, KD)
+    if SCALED:
+        scale *= tl.load(KScales + kv_head)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, VP], tl.float32)
@@ -77,6 +80,8 @@ def decode_split(
         s = scores(q, tl.trans(k).to(q.dtype), scale, softcap, SOFTCAP)
         v = load_rows(V, kv_head * v_head, block * v_block + at % SIZE * v_token, vd, seen, VD)
         best, total, acc = fold(tl.where(seen[None, :], s, float("-inf")), v.to(q.dtype), best, total, acc)
+    if SCALED:
+        acc *= tl.load(VScales + kv_head)
     if DIRECT:
         sink = tl.load(Sinks + heads, mask=real, other=0.0).to(tl.float32) if SINKS else total
         out = finish(best, total, acc, sink, SINKS).to(Out.dtype.element_ty)
@@ -132,15 +137,16 @@ def attend_decode(
     splits: int,
     scratch: tuple[torch.Tensor, torch.Tensor],
     params: Scoring,
+    scales: Scales | None = None,
 ) -> None:
     """Write the outputs of ``rows`` into ``out`` [T, heads, v_dim]. ``query`` is [T, heads, k_dim]; ``keys`` and
-    ``values`` are one layer of the pool, [blocks, size, kv_heads, dim]. ``splits`` is the most splits of a sequence;
-    with more than one, ``scratch`` are float32 tensors of at least rows * heads * splits * v_dim and rows * heads *
-    splits elements."""
+    ``values`` are one layer of the pool, [blocks, size, kv_heads, dim], in units of ``scales`` if given. ``splits`` is
+    the most splits of a sequence; with more than one, ``scratch`` are float32 tensors of at least rows * heads * splits
+    * v_dim and rows * heads * splits elements."""
     count, heads = rows.row_at.shape[0], query.shape[1]
     _, size, kv_heads, k_dim = keys.shape
     v_dim, group = values.shape[3], heads // kv_heads
-    tile = decode_tile(query.dtype, group, k_dim, v_dim)
+    tile = decode_tile(query.dtype, group, k_dim, v_dim, scales is not None)
     mid, lse = scratch
     sinks = query if params.sinks is None else params.sinks
     shape = {
@@ -148,11 +154,12 @@ def attend_decode(
         "WINDOW": params.window or 0, "SINKS": params.sinks is not None,
     }  # fmt: skip
     decode_split[(count, kv_heads, splits)](
-        query, keys, values, out, mid, lse, sinks, rows.row_at, rows.lengths, rows.tables,
+        query, keys, values, out, mid, lse, sinks, *(scales or (query, query)),
+        rows.row_at, rows.lengths, rows.tables,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2], rows.tables.stride(0), splits,
         params.scaling, params.softcap or 1.0,
         GROUP=group, M=tile.m, SIZE=size, KD=k_dim, KP=power_of_two(k_dim), SOFTCAP=params.softcap is not None,
-        DIRECT=splits == 1, **tile.options(), **shape,
+        SCALED=scales is not None, DIRECT=splits == 1, **tile.options(), **shape,
     )  # fmt: skip
     if splits > 1:
         decode_reduce[(count, heads)](

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.triton.blocks import (
+    Scales,
     Scoring,
     capability_of,
     finish,
@@ -39,14 +40,15 @@ def find_span(First, spans, tile, ROWS: tl.constexpr):
 
 @triton.jit
 def prefill(
-    Q, K, V, Out, Sinks, First, RowAt, Starts, Tables,
+    Q, K, V, Out, Sinks, KScales, VScales, First, RowAt, Starts, Tables,
     q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, out_row, out_head, table_block, spans,
     scale, softcap,
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head, up to M // GROUP rows of one span. The last tiles, which attend to most, go first."""
+    """One program: one KV head, up to M // GROUP rows of one span. The last tiles, which attend to most, go first.
+    ``SCALED``: keys and values are in units of their head's scale."""
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     span = find_span(First, spans, tile, M // GROUP)
     first = tl.load(First + span)
@@ -59,6 +61,8 @@ def prefill(
     heads, real = kv_head * GROUP + m % GROUP, m < rows * GROUP
     at_row = (tl.load(RowAt + span) + done + m // GROUP).to(tl.int64)
     q = load_rows(Q, 0, at_row * q_row + heads * q_head, kd, real, KD)
+    if SCALED:
+        scale *= tl.load(KScales + kv_head)
     own = position + m // GROUP
     end = position + rows
     low = position * 0
@@ -78,6 +82,8 @@ def prefill(
             seen = seen & (at[None, :] > own[:, None] - WINDOW)
         v = load_rows(V, kv_head * v_head, block * v_block + at % SIZE * v_token, vd, known, VD)
         best, total, acc = fold(tl.where(seen, s, float("-inf")), v.to(q.dtype), best, total, acc)
+    if SCALED:
+        acc *= tl.load(VScales + kv_head)
     sink = tl.load(Sinks + heads, mask=real, other=0.0).to(tl.float32) if SINKS else total
     out = finish(best, total, acc, sink, SINKS).to(Out.dtype.element_ty)
     where = (at_row * out_row + heads * out_head)[:, None] + vd[None, :]
@@ -91,19 +97,21 @@ def attend_prefill(
     out: torch.Tensor,
     spans: PrefillSpans,
     params: Scoring,
+    scales: Scales | None = None,
 ) -> None:
     """Write the outputs of ``spans`` into ``out`` [T, heads, v_dim]. ``query`` is [T, heads, k_dim]; ``keys`` and
-    ``values`` are one layer of the pool, [blocks, size, kv_heads, dim]."""
+    ``values`` are one layer of the pool, [blocks, size, kv_heads, dim], in units of ``scales`` if given."""
     count, heads = spans.row_at.shape[0], query.shape[1]
     _, size, kv_heads, k_dim = keys.shape
     v_dim, group = values.shape[3], heads // kv_heads
-    tile = prefill_tile(query.dtype, group, k_dim, v_dim, spans.longest, capability_of(query.device))
+    capability = capability_of(query.device)
+    tile = prefill_tile(query.dtype, group, k_dim, v_dim, spans.longest, capability, scales is not None)
     prefill[(spans.rows // (tile.m // group) + count, kv_heads)](
-        query, keys, values, out, query if params.sinks is None else params.sinks,
+        query, keys, values, out, query if params.sinks is None else params.sinks, *(scales or (query, query)),
         spans.first, spans.row_at, spans.starts, spans.tables,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2], spans.tables.stride(0), count,
         params.scaling, params.softcap or 1.0,
         GROUP=group, M=tile.m, N=tile.n, SIZE=size, KD=k_dim, KP=power_of_two(k_dim), VD=v_dim, VP=power_of_two(v_dim),
         WINDOW=params.window or 0, SOFTCAP=params.softcap is not None, SINKS=params.sinks is not None,
-        **tile.options(),
+        SCALED=scales is not None, **tile.options(),
     )  # fmt: skip

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.triton.blocks import FUSED, power_of_two
-from common.kernels.triton.store import Slots
+from common.kernels.triton.blocks import FUSED, Scales, power_of_two
+from common.kernels.triton.store import Slots, as_stored
 
 Norms = tuple[torch.Tensor, torch.Tensor, float]
 """Weights [dim] of the RMS norms of query heads and of key heads, and their epsilon."""
@@ -36,13 +36,13 @@ def turned_head(X, at, Weight, Cos, Sin, angle, epsilon, HALF: tl.constexpr, P: 
 
 @triton.jit
 def rotate_and_write(
-    Query, Key, Value, QueryNorm, KeyNorm, Cos, Sin, K, V, Blocks, Offsets,
+    Query, Key, Value, QueryNorm, KeyNorm, Cos, Sin, K, V, KInverse, VInverse, Blocks, Offsets,
     query_row, query_head, key_row, key_head, value_row, value_head, angle_row,
     k_block, k_token, k_head, v_block, v_token, v_head, query_heads, epsilon,
-    HALF: tl.constexpr, P: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr,
+    HALF: tl.constexpr, P: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head of one row, which is turned in place, or one of its KV heads, whose turned keys and
-    whose values go into the row's slot, if it has one."""
+    whose values go into the row's slot, if it has one. ``SCALED``: in units of their head's scale, in float8."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, P)
     mask = column < HALF
@@ -58,12 +58,14 @@ def rotate_and_write(
             at = row * key_row + head * key_head
             one, two = turned_head(Key, at, KeyNorm, Cos, Sin, row * angle_row, epsilon, HALF, P, NORM)
             keys = K + block * k_block + inside * k_token + head * k_head
-            tl.store(keys + column, one.to(K.dtype.element_ty), mask=mask)
-            tl.store(keys + HALF + column, two.to(K.dtype.element_ty), mask=mask)
+            k_inverse = tl.load(KInverse + head) if SCALED else 1.0
+            v_inverse = tl.load(VInverse + head) if SCALED else 1.0
+            tl.store(keys + column, as_stored(one, K, k_inverse, SCALED), mask=mask)
+            tl.store(keys + HALF + column, as_stored(two, K, k_inverse, SCALED), mask=mask)
             wide = tl.arange(0, VP)
             value = tl.load(Value + row * value_row + head * value_head + wide, mask=wide < VD)
             values = V + block * v_block + inside * v_token + head * v_head
-            tl.store(values + wide, value.to(V.dtype.element_ty), mask=wide < VD)
+            tl.store(values + wide, as_stored(value, V, v_inverse, SCALED), mask=wide < VD)
 
 
 def rotate_write(
@@ -75,6 +77,7 @@ def rotate_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: Slots,
+    inverses: Scales | None = None,
 ) -> None:
     """Norm and rotate ``query`` [T, heads, dim] in place, and store the normed and rotated ``key`` [T, kv_heads, dim]
     and the ``value`` [T, kv_heads, v_dim] as :func:`common.kernels.triton.store.write` does. ``angles``: cosines and
@@ -84,10 +87,11 @@ def rotate_write(
     v_dim, half = value.shape[2], dim // 2
     query_norm, key_norm, epsilon = norms or (query, key, 0.0)
     rotate_and_write[(rows, query_heads + key.shape[1])](
-        query, key, value, query_norm, key_norm, cos, sin, keys, values, *slots,
+        query, key, value, query_norm, key_norm, cos, sin, keys, values, *(inverses or (key, value)), *slots,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], cos.stride(0),
         *keys.stride()[:3], *values.stride()[:3], query_heads, epsilon,
-        HALF=half, P=power_of_two(half), VD=v_dim, VP=power_of_two(v_dim), NORM=norms is not None, **FUSED,
+        HALF=half, P=power_of_two(half), VD=v_dim, VP=power_of_two(v_dim), NORM=norms is not None,
+        SCALED=inverses is not None, **FUSED,
     )  # fmt: skip
 
 

@@ -19,6 +19,15 @@ class Fp8Codec:
             for column in ([layer.k for layer in scales.layers], [layer.v for layer in scales.layers])
         )
         """Scales of each layer, float32 [kv_heads, 1]."""
+        self._inverses = [(1 / k, 1 / v) for k, v in zip(self.k, self.v, strict=True)]
+
+    def scales_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales of a layer's keys and of its values, float32 [kv_heads, 1]."""
+        return self.k[layer], self.v[layer]
+
+    def inverses_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 1 / scale of a layer's keys and of its values, float32 [kv_heads, 1]."""
+        return self._inverses[layer]
 
     def encode(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``key`` and ``value`` [..., kv_heads, dim] as float8."""

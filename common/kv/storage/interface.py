@@ -57,3 +57,8 @@ class KvStorage(Protocol):
 
     def close(self) -> None:
         """Free the memory; the tensors must not be used afterwards."""
+
+
+def computed_dtype(store: KvStorage) -> torch.dtype:
+    """Return the type in which the model computes over ``store``: that of queries and of the outputs of attention."""
+    return store.dtype if store.codec is None else store.codec.computed

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from common.kernels import triton as triton_kernels
+from common.kernels.e4m3 import E4M3, lacks_units
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
 from common.kv.storage.fp8 import Fp8Codec
@@ -43,7 +44,7 @@ class SlabStore:
             slab = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
         self.slab = slab.zero_().view(blocks, layout.block_bytes)
         self._k, self._v = layer_views(self.slab.view(-1).view(self.dtype), layout, blocks, 0)
-        self._kernels = _writing_kernels(self.device)
+        self._kernels = _writing_kernels(self.device, layout)
         self.skips_padding = self._kernels is not None
         """Whether :meth:`write` stores nothing for rows of block -1."""
 
@@ -58,13 +59,15 @@ class SlabStore:
     ) -> None:
         """Store the rows of one step. Triton's kernel, which runs on GPUs, stores nothing for rows of block -1, the
         padding of a CUDA graph."""
-        if self.codec is not None:
-            key, value = self.codec.encode(layer, key, value)
-        elif self._kernels is not None:
-            self._kernels.write(key, value, self._k[layer], self._v[layer], slots)
+        codec, keys, values = self.codec, self._k[layer], self._v[layer]
+        if self._kernels is not None:
+            inverses = None if codec is None else codec.inverses_of(layer)
+            self._kernels.write(key, value, keys, values, slots, inverses)
             return
-        self._k[layer].index_put_(slots, key)
-        self._v[layer].index_put_(slots, value)
+        if codec is not None:
+            key, value = codec.encode(layer, key, value)
+        _movable(keys).index_put_(slots, _movable(key))
+        _movable(values).index_put_(slots, _movable(value))
 
     def write_rotated(
         self,
@@ -80,14 +83,16 @@ class SlabStore:
         :func:`common.kernels.triton.rotary.rotate_write`. Needs Triton."""
         from common.kernels.triton import rotary
 
-        if self.codec is not None:
+        if self._kernels is None:  # a GPU whose kernels cannot convert fp8
             self.write(layer, rotary.rotate(query, key, angles, norms), value, slots)
-        else:
-            rotary.rotate_write(query, key, value, angles, norms, self._k[layer], self._v[layer], slots)
+            return
+        inverses = None if self.codec is None else self.codec.inverses_of(layer)
+        rotary.rotate_write(query, key, value, angles, norms, self._k[layer], self._v[layer], slots, inverses)
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = self._k[layer].index_select(0, blocks).flatten(0, 1)
-        value = self._v[layer].index_select(0, blocks).flatten(0, 1)
+        key, value = (
+            _movable(part[layer]).index_select(0, blocks).flatten(0, 1).view(self.dtype) for part in (self._k, self._v)
+        )
         return (key, value) if self.codec is None else self.codec.decode(layer, key, value)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
@@ -105,9 +110,14 @@ class SlabStore:
             self.memory.close()
 
 
-def _writing_kernels(device: torch.device) -> Any:
+def _movable(part: torch.Tensor) -> torch.Tensor:
+    """Return ``part``, float8 as bytes: torch has few operators for float8 on GPUs."""
+    return part.view(torch.uint8) if part.dtype == E4M3 else part
+
+
+def _writing_kernels(device: torch.device, layout: KvLayout) -> Any:
     """Return the module of the kernels that write into the pool; None where they cannot run."""
-    if triton_kernels.unusable(device.type) is not None:
+    if triton_kernels.unusable(device.type) is not None or (layout.dtype == "fp8" and lacks_units(device)):
         return None
     from common.kernels.triton import store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,8 @@ from common.attention.trial import find_fault
 from common.core.errors import StartError
 from common.kernels import cpu as native
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
+from common.kv.scales import KvScales, LayerScales
+from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.host import KvMemory
 from common.kv.storage.tensors import KvStore
 
@@ -31,6 +33,7 @@ CALLS = (
     LayerCall(4, Params(0.25, window=20, softcap=5.0)),
 )
 SINKS = LayerCall(4, Params(0.25, sinks=torch.randn(4)))
+SCALES = KvScales((LayerScales((0.5, 64.0), (16.0, 2.0**-9)),) * len(CALLS))
 PACKAGES = {version.name: version.module for version in VERSIONS}
 Attend = Callable[..., torch.Tensor]
 MakeStore = Callable[..., KvStore]
@@ -40,8 +43,14 @@ MakeStore = Callable[..., KvStore]
 def make_store() -> Iterator[MakeStore]:
     made: list[KvStore] = []
 
-    def make(size: int = 256, dtype: KvDtype = "bfloat16", layer: LayerLayout = SHAPE, blocks: int = 8) -> KvStore:
-        made.append(KvStore(KvMemory(KvLayout((layer,) * len(CALLS), dtype, size), blocks)))
+    def make(
+        size: int = 256,
+        dtype: KvDtype = "bfloat16",
+        layer: LayerLayout = SHAPE,
+        blocks: int = 8,
+        codec: Fp8Codec | None = None,
+    ) -> KvStore:
+        made.append(KvStore(KvMemory(KvLayout((layer,) * len(CALLS), dtype, size), blocks), codec=codec))
         return made[-1]
 
     yield make
@@ -218,6 +227,55 @@ def test_a_backend_is_not_tried_on_nothing(make_store: MakeStore) -> None:
     assert "not known" in (find_fault(TorchReference(store), store, (), prefill=True) or "")
     small = make_store(blocks=5)
     assert "too small" in (find_fault(TorchReference(small), small, CALLS, prefill=False) or "")
+
+
+class WrongHead(TorchReference):
+    """Reads keys or values with the scale of the other KV head."""
+
+    def __init__(self, store: KvStore, part: int) -> None:
+        super().__init__(store)
+        self._part = part
+
+    def attend(self, plan: Sequence[Span], layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
+        assert self.store.codec is not None
+        scale = self.store.codec.scales_of(layer)[self._part]
+        factor = (scale.flip(0) / scale).repeat_interleave(2, 0).to(query.dtype)
+        if self._part == 0:
+            return super().attend(plan, layer, query * factor, params)
+        return super().attend(plan, layer, query, params) * factor
+
+
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_a_trial_over_kv_in_fp8_sees_a_wrong_scale(make_store: MakeStore, computed: torch.dtype) -> None:
+    store = make_store(16, "fp8", blocks=16, codec=Fp8Codec(SCALES, computed, torch.device("cpu")))
+    for prefill in (True, False):
+        assert find_fault(TorchReference(store), store, CALLS, prefill) is None
+        for part in (0, 1):
+            assert "wrong numbers" in (find_fault(WrongHead(store, part), store, CALLS, prefill) or "")
+
+
+def test_triton_reads_kv_in_fp8_on_gpus_that_convert_it(
+    make_store: MakeStore, on_gpu: Callable[[KvStore], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernels(TorchReference):
+        name = "triton"
+
+    store = on_gpu(make_store(16, "fp8", blocks=16, codec=Fp8Codec(SCALES, torch.bfloat16, torch.device("cpu"))))
+    monkeypatch.setattr(registry.triton_kernels, "unusable", lambda device: None)
+    monkeypatch.setitem(sys.modules, "common.attention.triton", SimpleNamespace(TritonAttention=Kernels))
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        chosen = select_backend(store, calls=CALLS)
+        assert chosen.notes == (
+            "prefill attention triton: it passed its trial; not flash: flash-attn is not used for KV in fp8",
+            "decode attention triton: it passed its trial",
+        )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    why = "it cannot read KV in fp8: float8 needs a GPU of compute capability 8.9 or later, and this one has 8.6"
+    with pytest.raises(StartError, match=f"no triton attention for prefill.*{why}"):
+        select_backend(store, Wanted("triton"), CALLS)
+    chosen = select_backend(store, calls=CALLS)
+    assert chosen.backend.name == "torch" and f"not triton: {why}" in chosen.notes[0]
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels")

@@ -22,9 +22,9 @@ from common.engine.batch import FlatStep
 from common.engine.parallel import LeadingEngine, pack, unpack
 from common.engine.runner import ModelEngine, sequence_of
 from common.kv.storage.tensors import KvStore
-from tests.models import make_model
+from tests.models import make_model, spread_kv
 from tests.ranks import split_engine
-from tests.reference import Reference, greedy
+from tests.reference import FLOAT32, Reference, Tolerance, greedy
 from tests.unit.workers import Bench
 
 TOLERANCE = 1e-4
@@ -118,6 +118,33 @@ def test_other_formats_are_split_too(model: Callable[[str], Path], options: dict
     assert float(error.median()) < 0.15
 
 
+@pytest.mark.parametrize("name", ["heads of different size", "one KV head"])
+def test_kv_in_fp8_is_that_of_one_process(model: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    """Every rank has the scales of its heads; a head that ranks have in common has one scale."""
+    path = model(name) if name in KINDS else spread_kv(make_model("llama", tmp_path))
+    found = []
+    for ranks in (1, 2):
+        with split_engine(path, ranks, kv_cache_dtype="fp8") as engine:
+            logits = logits_of(engine)
+            kv = engine.memory.read([BlockId(block) for block in range(9, 0, -2)], range(75), range(3))
+            found.append((engine.fingerprint, logits, torch.from_numpy(kv)))
+            scaled = next(note for note in engine.notes if "scales differ" in note)
+    assert ("12 of 12 scales differ from 1" in scaled) == (name not in KINDS), scaled
+    (whole, expected, codes), (split, logits, others) = found
+    assert whole == split, "the fingerprint has the scales in it"
+    assert float((codes == others).float().mean()) > 0.99
+    error = (logits - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1)
+    assert float(error.median()) < 0.02
+
+
+def test_weights_in_fp8_are_refused_in_words(model: Callable[[str], Path]) -> None:
+    with (
+        pytest.raises(StartError, match="--quantization fp8 does not work with tensor parallelism"),
+        split_engine(model("llama"), 2, quantization="fp8"),
+    ):
+        pass
+
+
 DEGREES = [(1, 2), (2, 1), (2, 2)]
 
 
@@ -129,10 +156,31 @@ def test_kv_travels_between_any_numbers_of_ranks(
     model: Callable[[str], Path], stack: ExitStack, bench: Bench, name: str, degrees: tuple[int, int], link: str
 ) -> None:
     """Prefill and decode also differ in block size. Each token is right given everything before it."""
-    reference, requests = Reference(model(name)), []
+    hand_over(model(name), stack, bench, degrees, link)
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 1)], ids=lambda each: f"{each[0]}x{each[1]}")
+def test_kv_in_fp8_travels_between_any_numbers_of_ranks(
+    tmp_path: Path, stack: ExitStack, bench: Bench, degrees: tuple[int, int]
+) -> None:
+    path = spread_kv(make_model("llama", tmp_path))
+    hand_over(path, stack, bench, degrees, "zmq", Tolerance(greedy_stds=0.25), kv_cache_dtype="fp8")
+
+
+def hand_over(
+    path: Path,
+    stack: ExitStack,
+    bench: Bench,
+    degrees: tuple[int, int],
+    link: str,
+    tolerance: Tolerance = FLOAT32,
+    **options: Any,
+) -> None:
+    """Serve three requests whose prompts are computed by the first number of ranks, and their tokens by the second."""
+    reference, requests = Reference(path), []
     bench.failure_ms = 60_000  # steps are slow where the ranks' threads take turns
     for role, ranks, block_size in zip(("prefill", "decode"), degrees, (32, 16), strict=True):
-        engine = stack.enter_context(split_engine(model(name), ranks, block_size=block_size))
+        engine = stack.enter_context(split_engine(path, ranks, block_size=block_size, **options))
         bench.add(role, engine, kv_transport=link, max_num_batched_tokens=24)  # type: ignore[arg-type]
     for length in (1, 33, 50):
         prompt = [8 + (31 * at * at + length) % 500 for at in range(length)]
@@ -140,7 +188,8 @@ def test_kv_travels_between_any_numbers_of_ranks(
         bench.place(requests[-1], "prefill-0", "decode-1")
     bench.until(lambda: bench.done(*requests))
     for request in requests:
-        reference.check(request.prompt_tokens(), bench.streams[request.id, 1, 0], request.sampling)
+        ids = bench.streams[request.id, 1, 0]
+        reference.check(request.prompt_tokens(), ids, request.sampling, tolerance=tolerance)
         assert bench.shipped(request)[0].link == link
     assert not bench.failed
 

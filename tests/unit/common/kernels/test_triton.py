@@ -48,12 +48,12 @@ def test_the_whole_grid_equals_the_reference(share: int) -> None:
 @pytest.mark.slow
 def test_planted_faults_are_caught() -> None:
     said = run("-m", "tests.triton.mutants", TRITON_INTERPRET="1")
-    assert said.count("caught: ") >= 8
+    assert said.count("caught: ") >= 12
 
 
 @pytest.mark.slow
 def test_what_surrounds_attention_equals_torch() -> None:
-    assert run("-m", "tests.triton.parts", TRITON_INTERPRET="1").count(": right") == 6
+    assert run("-m", "tests.triton.parts", TRITON_INTERPRET="1").count(": right") == 7
 
 
 def compiled(*words: str, seconds: float, **environment: str) -> str:

@@ -65,6 +65,12 @@ def test_other_scales_are_another_fingerprint() -> None:
     assert same.scaled_heads == 2
 
 
+def test_a_shard_has_the_scales_of_its_heads() -> None:
+    scales = KvScales((LayerScales((1.0, 2.0, 4.0, 8.0), (0.5, 1.0, 2.0, 4.0)),))
+    assert scales.shard(0, 1) == scales
+    assert scales.shard(1, 2) == KvScales((LayerScales((4.0, 8.0), (2.0, 4.0)),))
+
+
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_numbers_come_back_rounded_with_the_scale_of_their_head(computed: torch.dtype, on_host: bool) -> None:
@@ -98,7 +104,7 @@ def test_kernels_that_do_not_know_fp8_are_refused_in_words() -> None:
     chosen = select_backend(store)
     assert chosen.backend.name == "cpu"
     assert chosen.notes == ("attention cpu: the kernels in C do not know KV in fp8, which makes decoding slower",)
-    for name in ("native", "triton", "flash"):
+    for name in ("native", "flash"):
         with pytest.raises(StartError, match="fp8"):
             select_backend(store, Wanted(name))
     assert select_backend(store, Wanted("torch")).backend.name == "torch"
