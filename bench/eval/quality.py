@@ -39,6 +39,7 @@ WAYS: dict[str, Way] = {
     "int8": ("bfloat16", "int8", "auto"),
     "fp8": ("bfloat16", "fp8", "auto"),
     "fp8 KV": ("bfloat16", "none", "fp8"),
+    "fp8 and fp8 KV": ("bfloat16", "fp8", "fp8"),
 }
 
 
@@ -134,7 +135,7 @@ def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -
 
 
 def run(config: BenchQualityConfig) -> int:
-    """Print the perplexity and the agreement of each way."""
+    """Print the perplexity of each way, its change from float32's, and the agreement."""
     checkpoint = open_checkpoint(config.model or str(builtin.path()))
     asked = chats(checkpoint, Path(config.golden) if config.golden else GOLDEN)
     answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
@@ -142,9 +143,10 @@ def run(config: BenchQualityConfig) -> int:
     found = {"float32": judge(reference, reference, answers)}
     found |= {name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in WAYS.items()}
     print(f"{len(answers):,} tokens of {len(asked)} answers")
-    print(f"{'weights':<10} {'perplexity':>11} {'same token':>11} {'divergence':>11}")
+    print(f"{'format':<14} {'perplexity':>11} {'change':>8} {'same token':>11} {'divergence':>11}")
     for name, each in found.items():
-        print(f"{name:<10} {each.perplexity:>11.4f} {each.same_token:>11.2%} {each.divergence:>11.5f}")
+        change = each.perplexity / found["float32"].perplexity - 1
+        print(f"{name:<14} {each.perplexity:>11.4f} {change:>+8.2%} {each.same_token:>11.2%} {each.divergence:>11.5f}")
     if config.save:
         figures = {"model_id": config.model or "built-in", "tokens": len(answers), "answers": len(asked)}
         results.save(Path(config.save), figures | {name: asdict(each) for name, each in found.items()})

@@ -158,7 +158,7 @@ COMMANDS = {
             BenchMockServerConfig, "bench.load.mock_server:run",
         ),
         Command(
-            "bench quality", "measure perplexity and agreement of bfloat16 and int8 with float32", BenchQualityConfig,
+            "bench quality", "measure what bfloat16, int8 and fp8 change in perplexity and tokens", BenchQualityConfig,
             "bench.eval.quality:run", measures=True,
         ),
         Command(

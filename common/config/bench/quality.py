@@ -10,7 +10,7 @@ from common.config.options import TEXT, option, positional
 
 @dataclass(frozen=True, kw_only=True)
 class BenchQualityConfig(SaveOption):
-    """``tandem bench quality``: perplexity and agreement of bfloat16 and int8 with float32."""
+    """``tandem bench quality``: perplexity and agreement of bfloat16, int8 and fp8 (weights, KV, both) with float32."""
 
     model: str = field(
         metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")

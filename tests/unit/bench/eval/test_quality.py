@@ -1,4 +1,4 @@
-"""The quality cost of int8 weights: read as transformers reads them, and judged as the figures are defined."""
+"""The quality cost of 8 bits per weight or KV element: read as transformers reads it, judged as figures are defined."""
 
 from __future__ import annotations
 
@@ -64,8 +64,13 @@ def test_quality_command_prints_and_saves_figures(
     assert cli.main(["bench", "quality", "--golden", str(few), "--save", str(saved)]) == 0
     figures = json.loads(saved.read_text())
     assert figures["answers"] == ITEMS and figures["model_id"] == "built-in", "no path of this machine"
-    assert f"of {ITEMS} answers" in capsys.readouterr().out
-    assert figures["float32"]["same_token"] == 1 and 0 < figures["int8"]["divergence"] < 0.01
+    said = capsys.readouterr().out
+    assert f"of {ITEMS} answers" in said
+    assert figures["float32"]["same_token"] == 1
+    for name in ("int8", "fp8", "fp8 KV", "fp8 and fp8 KV"):
+        assert 0 < figures[name]["divergence"] < 0.01, name
+        change = figures[name]["perplexity"] / figures["float32"]["perplexity"] - 1
+        assert f"{change:+.2%}" in next(line for line in said.splitlines() if line.startswith(f"{name} ")), name
     assert figures["bfloat16"]["perplexity"] == pytest.approx(figures["float32"]["perplexity"], rel=0.01)
 
 
