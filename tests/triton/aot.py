@@ -1,9 +1,9 @@
 """Compile the kernels as they are launched, for GPUs that are not here: ``python -m tests.triton.aot [--sample]``.
 
 The host functions run on tensors without memory, and their launches are recorded; each is then compiled for sm_80,
-sm_90 and sm_100; KV in fp8 needs sm_90. Nothing may spill (a stack of 0 bytes), shared memory must be within 227 KiB,
-prefill in 16 bits must use Hopper's matrix instructions, and numbers must saturate when they become float8. Must not
-run with TRITON_INTERPRET.
+sm_90 and sm_100, with KV in fp8 for sm_89 in place of sm_80. Nothing may spill (a stack of 0 bytes), shared memory must
+be within 227 KiB, prefill in 16 bits must use Hopper's matrix instructions, and numbers must saturate when they become
+float8. Must not run with TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Model(NamedTuple):
     @property
     def capabilities(self) -> tuple[int, ...]:
         """What it is compiled for."""
-        return (90, 100) if self.stores_fp8 else (80, 90, 100)
+        return (89, 90, 100) if self.stores_fp8 else (80, 90, 100)
 
 
 MODELS = (
