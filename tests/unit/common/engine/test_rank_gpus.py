@@ -29,7 +29,7 @@ from common.kv.storage.device_calls import DeviceBuffer, DeviceFailed
 from common.kv.storage.slab import SlabStore
 from tests.fakes.device_calls import FakeDevice
 from tests.fakes.stand_in_gpu import MIB
-from tests.models import make_model
+from tests.models import make_model, spread_kv
 from tests.ranks import fake_gpus, split_engine
 from tests.reference import Reference, greedy
 from tests.unit.common.engine.test_parallel import KINDS, SHARDS, TOLERANCE, logits_of
@@ -96,6 +96,16 @@ def test_logits_equal_those_of_one_process(
         assert f"the first 2 layers give the same logits in {ranks} ranks as in one" in notes
         worst = float((logits_of(engine) - expected).abs().max())
     assert worst < TOLERANCE * max(1.0, float(expected.std()))
+
+
+def test_kv_in_fp8_has_the_scales_of_each_gpus_heads(tmp_path: Path, gpus: list[FakeDevice]) -> None:
+    path = spread_kv(make_model("llama", tmp_path))
+    with split_engine(path, 1, kv_cache_dtype="fp8") as engine:
+        expected, fingerprint = logits_of(engine), engine.fingerprint
+    with split_engine(path, 2, gpu=True, kv_cache_dtype="fp8") as engine:
+        assert engine.fingerprint == fingerprint, "the scales differ"
+        error = (logits_of(engine) - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1)
+    assert float(error.median()) < 0.02
 
 
 def test_each_gpu_has_the_heads_of_its_rank(model: Callable[[str], Path], gpus: list[FakeDevice]) -> None:
