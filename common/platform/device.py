@@ -18,7 +18,7 @@ from typing import Literal
 
 from common.core.errors import StartError
 from common.kv.layout import KvDtype
-from common.platform.gpu import Gpu, GpuGone, NoGpu, is_driver_loaded, visible_gpus
+from common.platform.gpu import Gpu, GpuGone, NoGpu, is_driver_loaded, out_of_reach, visible_gpus
 from common.platform.memory import free_memory
 
 _SPINS = "4000"
@@ -65,7 +65,7 @@ def choose_ranks(wanted: str, ranks: int) -> tuple[list[Device], str]:
     """Return the devices of a worker with ``ranks`` ranks for ``--device wanted``, and the reason as
     :func:`usable_gpus`: the CPU, or a GPU for each rank. These are ``cuda:N`` and the visible ones after it, with auto
     and cuda the first visible ones, those that nothing else uses before others. Raises StartError if there are too few,
-    or if they are not of one kind."""
+    or if they do not suit each other."""
     if ranks == 1:
         machine, reason = choose(wanted)
         return [machine], reason
@@ -78,13 +78,34 @@ def choose_ranks(wanted: str, ranks: int) -> tuple[list[Device], str]:
     if not named:
         gpus.sort(key=lambda each: each.free_bytes < _FREE * each.total_bytes)
     chosen = sorted(gpus[:ranks], key=lambda each: each.index)
-    if len({each.capability for each in chosen}) > 1:
+    _require_group(chosen)
+    return [probe_gpu(each) for each in chosen], reason
+
+
+def _require_group(gpus: Sequence[Gpu]) -> None:
+    """Raise StartError unless the ranks of one worker can compute on ``gpus``."""
+    if len({each.capability for each in gpus}) > 1:
         raise StartError(
             "the ranks of a worker need GPUs of one kind",
-            f"it would get {_listed(chosen)}",
+            f"it would get {_listed(gpus)}",
             "show it GPUs of one kind with CUDA_VISIBLE_DEVICES",
         )
-    return [probe_gpu(each) for each in chosen], reason
+    if parts := [each.uuid for each in gpus if each.is_part]:
+        raise StartError(
+            "the ranks of a worker need whole GPUs",
+            f"{', '.join(parts)} are parts of GPUs (MIG), which NCCL does not connect",
+            "turn MIG off, or give --tensor-parallel-size 1",
+        )
+    try:
+        why = out_of_reach(gpus)
+    except NoGpu as error:
+        why = str(error)
+    if why:
+        raise StartError(
+            "the GPUs of a worker must reach each other's memory, since rank 0 hands over the KV of all ranks",
+            why,
+            "use GPUs for which nvidia-smi topo -p2p r says OK, or --tensor-parallel-size 1",
+        )
 
 
 def _too_few(ranks: int, gpus: Sequence[Gpu], which: str) -> StartError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ class Gpu:
     free_bytes: int
     capability: tuple[int, int]
     number: int = 0
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a GPU (MIG)."""
+        return self.uuid.startswith("MIG-")
 
 
 def is_driver_loaded() -> bool:
@@ -84,6 +89,24 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
             return [_describe(library, index, handle) for index, handle in enumerate(handles)]
         except library.NVMLError as error:
             raise NoGpu(f"the NVIDIA driver does not answer: {error}") from None
+
+
+def out_of_reach(gpus: Sequence[Gpu]) -> str:
+    """Return which of ``gpus`` the first one cannot read and write over NVLink or PCIe, in words; "" if there is none,
+    or if the driver does not say. Raises NoGpu if it does not answer any more."""
+    with nvml() as library:
+        kinds = library.NVML_P2P_CAPS_INDEX_READ, library.NVML_P2P_CAPS_INDEX_WRITE
+        known = library.NVML_P2P_STATUS_OK, library.NVML_P2P_STATUS_UNKNOWN
+        try:
+            first, *others = [library.nvmlDeviceGetHandleByUUID(each.uuid) for each in gpus]
+            refused = [
+                str(each.number)
+                for each, handle in zip(gpus[1:], others, strict=True)
+                if any(library.nvmlDeviceGetP2PStatus(first, handle, kind) not in known for kind in kinds)
+            ]
+        except library.NVMLError:
+            return ""
+    return f"GPU {gpus[0].number} cannot access the memory of GPU {', '.join(refused)}" if refused else ""
 
 
 def _visible_handles(library: Any, visible: str | None) -> list[Any]:

@@ -29,6 +29,8 @@ class FakeGpu:
     free: int = 139 * GIB
     capability: tuple[int, int] = (9, 0)
     parent: FakeGpu | None = field(default=None, repr=False)
+    apart: tuple[str, ...] = ()
+    """UUIDs of GPUs whose memory it cannot write."""
     lost: bool = False
     """Whether it has fallen off the bus: the driver still counts it."""
 
@@ -62,7 +64,13 @@ def install(patch: pytest.MonkeyPatch, gpus: list[FakeGpu], parts: list[FakeGpu]
             raise NVMLError("Not Supported")
         return handle.capability
 
+    def p2p_status(one: FakeGpu, other: FakeGpu, kind: int) -> int:
+        return int(kind == module.NVML_P2P_CAPS_INDEX_WRITE and other.uuid in one.apart)
+
     module.NVMLError, module.starts = NVMLError, 0
+    module.NVML_P2P_CAPS_INDEX_READ, module.NVML_P2P_CAPS_INDEX_WRITE = 0, 1
+    module.NVML_P2P_STATUS_OK, module.NVML_P2P_STATUS_UNKNOWN = 0, 6
+    module.nvmlDeviceGetP2PStatus = p2p_status
 
     def start() -> None:
         module.starts += 1

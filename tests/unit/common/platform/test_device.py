@@ -199,6 +199,34 @@ def test_gpus_that_are_too_few_or_differ_are_refused_in_words(gpus: None, wanted
     assert re.search(words, f"{caught.value.what}: {caught.value.why}; {caught.value.todo}")
 
 
+def test_gpus_that_do_not_reach_each_other_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_gpus(monkeypatch, FakeGpu("GPU-0", apart=("GPU-2",)), FakeGpu("GPU-1"), FakeGpu("GPU-2"))
+    assert len(choose_ranks("cuda", 2)[0]) == 2
+    with pytest.raises(StartError, match="GPU 0 cannot access the memory of GPU 2") as caught:
+        choose_ranks("cuda", 3)
+    assert "nvidia-smi topo -p2p r" in caught.value.todo
+
+
+def test_what_the_driver_does_not_say_about_reach_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> int:
+        raise nvml.NVMLError("Not Supported")
+
+    module = nvml.install(monkeypatch, [FakeGpu("GPU-0"), FakeGpu("GPU-1")])
+    monkeypatch.setattr(module, "nvmlDeviceGetP2PStatus", unknown)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    assert len(choose_ranks("cuda", 2)[0]) == 2
+
+
+def test_ranks_on_parts_of_gpus_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = FakeGpu("GPU-0")
+    nvml.install(monkeypatch, [whole], [FakeGpu(f"MIG-{number}", parent=whole) for number in range(2)])
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0,MIG-1")
+    with pytest.raises(StartError, match=r"need whole GPUs: MIG-0, MIG-1 are parts of GPUs \(MIG\)"):
+        choose_ranks("cuda", 2)
+
+
 def test_all_ranks_are_on_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "_DRIVERS", (tmp_path / "none",))
     assert [each.kind for each in choose_ranks("auto", 4)[0]] == ["cpu"]
