@@ -63,10 +63,10 @@ def shortage_in_words(what: str, device: torch.device, todo: str) -> Iterator[No
             raise
         wanted = _WANTED.search(str(error))
         why = f"{wanted[1]} more did not fit" if wanted else _first_line(error)
-        raise StartError(f"too little GPU memory {what}", f"{why}; {_memory_of(device)}", todo) from None
+        raise StartError(f"too little GPU memory {what}", f"{why}; {memory_of(device)}", todo) from None
 
 
-def _memory_of(device: torch.device) -> str:
+def memory_of(device: torch.device) -> str:
     """Return in words how much of the device's memory is free, and how much this process holds."""
     try:
         free, total = torch.cuda.mem_get_info(device)

@@ -69,7 +69,6 @@ def load_engine(
     dtype_of(chosen)
     stored: KvDtype = chosen if kv_cache_dtype == "auto" else "fp8"
     _check_quantization(quantization, machine, leader)
-
     room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share, leader)
     budget = partial(_budget, checkpoint, stored, block_size, max_model_len, num_kv_blocks)
     if (expected := checkpoint.kv_layers()) is not None:
@@ -83,22 +82,40 @@ def load_engine(
     make = partial(_make_engine, checkpoint, ready, layout, scales, chosen, machine, attention, leader)
     graph_calls = partial(CudaCalls, ready.where) if ready.where.type == "cuda" and leader is None else None
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
-        blocks = layout.blocks_for(min(max_batched_tokens, checkpoint.max_position))
-        trial = partial(make, blocks, max_model_len or checkpoint.max_position)
-        calls, ranks = None if enforce_eager else graph_calls, None if leader is None else leader.channel
-        alone = share.workers == 1
-        uses = measure_use(trial, ready.where, max_batched_tokens, max_num_seqs, calls, alone, ranks)
-        room, note = plan_pools(uses, share, layout.token_bytes, max_model_len or block_size, layout.head_shards)
-        ready.notes.append(note)
+        largest, calls = (max_batched_tokens, max_num_seqs), None if enforce_eager else graph_calls
+        room = _measured_room(make, largest, checkpoint, ready, layout, share, max_model_len, calls, leader)
     plan = budget(layout.layers, room)
     engine = make(plan.blocks, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *ready.notes]
     _check(engine, checkpoint, ready, scales, batch_hint)
-    _capture(engine, graph_calls, enforce_eager)
-    if machine.gpu is not None and leader is not None:
-        engine.notes.append("decode steps run without CUDA graphs: those of a tensor-parallel worker are not captured")
+    if machine.gpu is not None:
+        _capture(engine, graph_calls, enforce_eager, leader)
     return engine
+
+
+def _measured_room(
+    make: Callable[[int, int], ModelEngine],
+    largest: tuple[int, int],
+    checkpoint: Checkpoint,
+    ready: PreparedModel,
+    layout: KvLayout,
+    share: GpuShare,
+    max_model_len: int | None,
+    graph_calls: Callable[[], GraphCalls] | None,
+    leader: Leader | None,
+) -> int:
+    """Return the bytes of KV that steps of the ``largest`` number of tokens and of sequences leave of the GPUs' memory,
+    and add a note on how it is divided. ``make``: returns an engine with so many blocks, for so long a context. Raises
+    StartError if that is too little."""
+    alone, ranks = share.workers == 1, None if leader is None else leader.channel
+    blocks = layout.blocks_for(min(largest[0], checkpoint.max_position))
+    trial = partial(make, blocks, max_model_len or checkpoint.max_position)
+    uses = measure_use(trial, ready.where, *largest, graph_calls, alone, ranks)
+    tokens = max_model_len or layout.block_size
+    room, note = plan_pools(uses, share, layout.token_bytes, tokens, layout.head_shards)
+    ready.notes.append(note)
+    return room
 
 
 def _layout(
@@ -118,8 +135,13 @@ def _scales(ready: PreparedModel, layout: KvLayout, leader: Leader | None) -> Kv
     return KvScales.for_peaks(whole_peaks(leader.collective, ready.seen.peaks, layout.head_shards, ready.where))
 
 
-def _capture(engine: ModelEngine, graph_calls: Callable[[], GraphCalls] | None, enforce_eager: bool) -> None:
-    if graph_calls is not None and enforce_eager:
+def _capture(
+    engine: ModelEngine, graph_calls: Callable[[], GraphCalls] | None, enforce_eager: bool, leader: Leader | None
+) -> None:
+    """Capture the decode steps of an engine on a GPU, or note why not."""
+    if leader is not None:
+        engine.notes.append("decode steps run without CUDA graphs: those of a tensor-parallel worker are not captured")
+    elif graph_calls is not None and enforce_eager:
         engine.notes.append("decode steps run without CUDA graphs, as requested")
     elif graph_calls is not None:
         engine.capture_graphs(graph_calls())

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from common.core.errors import StartError
+from common.engine.faults import memory_of
 from common.kv.budget import human_bytes
 from common.kv.layout import KvLayout
 from common.kv.storage.cuda import CudaMemory
@@ -49,7 +50,7 @@ def too_little_memory(size: int, where: torch.device, error: DeviceFailed) -> St
     """Return the error for ``size`` bytes of KV that could not be allocated."""
     return StartError(
         f"cannot allocate {human_bytes(size)} of KV on {where}",
-        str(error),
+        f"{error}; {memory_of(where)}",
         "lower --kv-cache-memory, --num-kv-blocks or --gpu-memory-utilization, or free the GPU",
     )
 
