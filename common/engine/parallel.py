@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common.attention.interface import AttentionBackend, Params, Span, bind
+from common.attention.interface import AttentionBackend, Span, bind
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.engine import faults
@@ -84,12 +84,8 @@ class _LateAttention(PagedAttention):
         self.written = 0
         return super().begin(step)
 
-    def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
-    ) -> torch.Tensor:
-        self.store.write(layer, key, value, (self._step.tensor("blocks"), self._step.tensor("offsets")))
+    def wrote(self, layer: int) -> None:
         self.written = layer + 1
-        return self.backend.attend(self._plan, layer, query, params)
 
     def announce_written(self) -> None:
         """Announce all layers written so far; called when every rank has come as far as this one."""

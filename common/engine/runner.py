@@ -60,6 +60,10 @@ class PagedAttention:
         self._step, self._plan, self.stored = step, self.backend.plan(step.spans), 0
         return self._plan
 
+    def wrote(self, layer: int) -> None:
+        """Note that this process has written the keys and values of ``layer``."""
+        self.announce(layer)
+
     def announce(self, layer: int) -> None:
         """Report that this step's keys and values of ``layer`` are in the pool."""
         if self.on_layer is not None:
@@ -70,7 +74,7 @@ class PagedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
         self.store.write(layer, key, value, (self._step.tensor("blocks"), self._step.tensor("offsets")))
-        self.announce(layer)
+        self.wrote(layer)
         return self.backend.attend(self._plan, layer, query, params)
 
     def rotated(
@@ -86,7 +90,7 @@ class PagedAttention:
         slots = self._step.tensor("blocks"), self._step.tensor("offsets")
         store: Any = self.store  # layers that call this run on GPUs, over a SlabStore
         store.write_rotated(layer, query, key, value, *rotation, slots)
-        self.announce(layer)
+        self.wrote(layer)
         return self.backend.attend(self._plan, layer, query, params)
 
 
