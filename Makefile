@@ -38,7 +38,7 @@ FLOOD := tests/security/test_tokenize_flood.py
 tests: style
 	@said=$$(mktemp); set -m; (nice $(TYPES) && nice $(SITE)) >$$said 2>&1 & checking=$$!; set +m; \
 	 trap 'kill -- -$$checking 2>/dev/null; rm -f $$said' EXIT; \
-	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses 4 --dist loadscope; beside=$$?; \
+	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses 4 --dist loadscope --durations 25; beside=$$?; \
 	 wait $$checking; checked=$$?; cat $$said; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m alone tests/unit $(FLOOD); alone=$$?; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m alone --numprocesses 2 --dist loadscope \

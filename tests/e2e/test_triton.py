@@ -17,6 +17,7 @@ from tests.reference import Reference
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.whole,  # a step of the interpreter takes seconds; its kernels are tested one by one in any case
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
 ]
 LENGTHS = (5, 52)
@@ -26,10 +27,7 @@ SLOW = ("--max-num-seqs", "2", "--max-model-len", "256", "--failure-timeout", "6
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("llama", marks=pytest.mark.whole), "gemma2", pytest.param("gpt-oss", marks=pytest.mark.whole)],
-)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss"])
 async def test_every_token_is_right(
     kind: str,
     checkpoint: Callable[[str], Path],
@@ -51,7 +49,6 @@ async def test_every_token_is_right(
         check(oracle(kind), answer, fields, f"{len(answer.prompt)} tokens")
 
 
-@pytest.mark.whole
 @pytest.mark.timeout(500)
 async def test_kv_in_fp8_gives_the_tokens_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every head has a scale of its own. torch attends to the same pool in the same system, without the interpreter."""
