@@ -29,13 +29,14 @@ class StepBuffer:
 
     def __init__(self, device: torch.device, block_size: int) -> None:
         self._device, self._block_size = device, block_size
-        self._capacity = 0
+        self._capacity, self._is_fixed = 0, False
         self._make(_LEAST)
 
     def reserve(self, rows: int, blocks: int) -> None:
-        """Make room for ``rows`` decode rows of ``blocks`` blocks each, so that no later step of that size moves the
-        buffer."""
+        """Make room for ``rows`` decode rows of ``blocks`` blocks each. From then on the buffer never moves: a step
+        that needs more room is a ValueError."""
         self._make(_stride(rows) * (2 + blocks))
+        self._is_fixed = True
 
     def fill(
         self, decode: Sequence[Span], prefill: Sequence[Span], rows: int | None = None
@@ -90,6 +91,8 @@ class StepBuffer:
         """Replace the buffers if they have room for fewer than ``capacity`` integers."""
         if capacity <= self._capacity:
             return
+        if self._is_fixed:
+            raise ValueError(f"a step of {capacity} integers does not fit into the {self._capacity} that graphs have")
         self._capacity = max(capacity, 2 * self._capacity)
         self._buffer = torch.zeros(self._capacity, dtype=torch.int32, device=self._device)
         if self._device.type == "cpu":

@@ -47,15 +47,22 @@ class TritonAttention:
         self._device, self._dtype = store.device, computed_dtype(store)
         self._buffer = StepBuffer(self._device, store.layout.block_size)
         self._fixed_splits = splits
+        self._is_fixed = False
         self._programs = PROGRAMS_PER_PROCESSOR * _processors(self._device)
         self._scratch = (torch.empty(0, device=self._device), torch.empty(0, device=self._device))
 
+    def for_graphs(self) -> TritonAttention:
+        """Return a backend with buffers of its own, for captured steps: an eager step may move those of this one."""
+        return TritonAttention(self.store, self._fixed_splits)
+
     def reserve(self, rows: int, blocks: int, heads: int) -> None:
         """Make room for decode steps of up to ``rows`` rows of ``blocks`` blocks each, in layers of up to ``heads``
-        query heads, so that no such step moves a buffer from then on: a captured graph has their addresses."""
+        query heads. From then on no buffer moves, since a captured graph has their addresses: a larger step is a
+        ValueError."""
         self._buffer.reserve(rows, blocks)
         v_dim = max(layer.v_dim for layer in self.store.layout.layers)
         self._scratch_for(max(count * self._splits(count, 1) for count in range(1, rows + 1)) * heads, v_dim)
+        self._is_fixed = True
 
     def plan(self, spans: Sequence[Span], rows: int | None = None) -> TritonPlan:
         """Return the plan of a step. With ``rows``, the step has that many rows of one span each, of which those behind
@@ -91,6 +98,8 @@ class TritonAttention:
         share it, since they run one after the other."""
         parts, sums = self._scratch
         if parts.shape[0] < splits * v_dim or sums.shape[0] < splits:
+            if self._is_fixed:
+                raise ValueError(f"{splits} partial outputs are more than graphs have room for")
             parts, sums = (torch.empty(size, device=self._device) for size in (splits * v_dim, splits))
             self._scratch = (parts, sums)
         return self._scratch

@@ -57,7 +57,8 @@ to the attention plan; returns logits [n, vocab]."""
 
 
 class GraphAttention(Protocol):
-    """An attention backend whose plan of a decode step lies at fixed addresses."""
+    """An attention backend whose plan of a decode step lies at fixed addresses. It is used by captured steps only: a
+    step outside graphs could need larger buffers."""
 
     def reserve(self, rows: int, blocks: int, heads: int) -> None:
         """Make room for steps of up to ``rows`` rows of ``blocks`` blocks each, in layers of ``heads`` heads: no buffer

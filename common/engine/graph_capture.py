@@ -95,7 +95,7 @@ class Capture:
     def _unusable(self) -> str:
         """Return why there can be no graphs with this backend and this pool; "" if there can."""
         backend: Any = self.attention.decode_backend
-        if not hasattr(backend, "reserve"):
+        if not hasattr(backend, "for_graphs"):
             return f"attention {backend.name} plans every step anew"
         if not getattr(self.attention.store, "skips_padding", False):
             return "without Triton the pool has no place for padding"
@@ -104,8 +104,8 @@ class Capture:
     def _prepared(self, calls: GraphCalls, rows: int) -> tuple[DecodeGraphs | None, str]:
         """Return graphs of up to ``rows`` rows that are ready to be captured, or None and why the model cannot be
         captured."""
-        store = self.attention.store
-        placed = _PlacedAttention(store, self.attention.decode_backend)
+        store, backend = self.attention.store, self.attention.decode_backend
+        placed = _PlacedAttention(store, backend.for_graphs())  # type: ignore[attr-defined]
 
         def run(ids: torch.Tensor, positions: torch.Tensor, slots: Slots, plan: Any) -> torch.Tensor:
             placed.place(slots, plan)

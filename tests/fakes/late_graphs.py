@@ -95,13 +95,20 @@ class LateAttention(TorchReference):
     def __init__(self, store: Any, calls: LateCalls) -> None:
         super().__init__(store)
         self._calls = calls
+        self._reserved: tuple[int, int] | None = None
+
+    def for_graphs(self) -> LateAttention:
+        return LateAttention(self.store, self._calls)
 
     def reserve(self, rows: int, blocks: int, heads: int) -> None:
+        self._reserved = rows, blocks
         self._lengths = torch.zeros(rows, dtype=torch.int64)
         self._tables = torch.zeros(rows, blocks, dtype=torch.int64)
 
     def plan(self, spans: Sequence[Span], rows: int | None = None) -> Any:
         if rows is None:
+            if self._reserved is not None:
+                self.reserve(*self._reserved, 0)  # a large step moves the buffers away from what graphs have captured
             return super().plan(spans)
         lengths, tables = self._calls.pinned(rows), self._calls.pinned(rows, self._tables.shape[1])
         for row, span in enumerate(spans):

@@ -142,9 +142,11 @@ def splits() -> None:
 
 
 def addresses() -> None:
-    """A decode step's part of the buffer stays where it is, however long the sequences and whatever comes with it."""
+    """A decode step's part of the buffer stays where it is, however long the sequences and whatever comes with it, and
+    however large steps outside graphs are."""
     with filled(LayerLayout(1, 16, 16), Setup("float32", 16, 1), [(900, 1), (3, 1), (0, 40)]) as (pool, spans):
-        backend = TritonAttention(pool)
+        eager = TritonAttention(pool)
+        backend = eager.for_graphs()
         backend.reserve(4, 64, 4)
 
         def seen(some: list[Span]) -> tuple[int, ...]:
@@ -154,6 +156,15 @@ def addresses() -> None:
 
         assert all(seen([])), "a captured graph would hold a null pointer"
         assert seen(spans[:2]) == seen(spans[1:2] * 2) == seen(spans) == seen([spans[0]]) == seen([])
+        before, many = seen([]), [span._replace(row=row) for row, span in enumerate(spans[:1] * 200)]
+        eager.plan(many)
+        assert seen([]) == before
+        for too_large in (lambda: backend.plan(many), lambda: backend._scratch_for(1 << 20, 16)):
+            try:
+                too_large()
+            except ValueError:
+                continue
+            raise AssertionError("a buffer that graphs have captured has moved")
 
 
 def float8() -> None:
