@@ -116,7 +116,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     rows = list(rows)
     lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
-    notes = [f"{row.goal}, {row.what}: {row.note}." for row in rows if row.note]
+    notes = [f"{', '.join(filter(None, (row.goal, row.what)))}: {row.note}." for row in rows if row.note]
     return [*lines, *([""] if notes else []), *(f"- {note}" for note in notes)]
 
 

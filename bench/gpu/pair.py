@@ -63,7 +63,7 @@ def _answers(setting: Setting, path: Path, prompts: list[list[int]]) -> tuple[li
             answer = server.post("/v1/completions", body)
             if answer["tandem"]["path"] != "disagg":
                 raise StartError(
-                    "a request was not handed off", f"its path is {answer['metrics']['path']}", "see the log"
+                    "a request was not handed off", f"its path is {answer['tandem']['path']}", "see the log"
                 )
             answers.append(answer["choices"][0]["token_ids"])
         return answers, _links(server)

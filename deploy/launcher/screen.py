@@ -25,7 +25,7 @@ from deploy.launcher.status import Fact, Report
 
 log = logging.getLogger("tandem.up")
 _LINK_NAMES = {"shm": "shared memory", "zmq": "ZeroMQ over TCP"}
-_REPEATED, _DETAILS = "KV pool ", re.compile(r"attention (?:native|cpu)\b|\d+ linear layers packed")
+_REPEATED, _DETAILS = "KV pool ", re.compile(r"attention (?:native\b|cpu: as requested)|\d+ linear layers packed")
 """Notes of a worker that are not shown because they repeat its KV budget, and those that are shown at log level debug
 only."""
 

@@ -85,7 +85,10 @@ def ready(**facts: Fact) -> None:
     if _Sink.fd is not None:
         _write(Report(ready=facts))
     else:
-        log.info("ready: %s", ", ".join(f"{name} {value}" for name, value in facts.items() if name != "notes"))
+        notes = facts.pop("notes", [])
+        for note in notes if isinstance(notes, list) else []:
+            log.info("%s", note)
+        log.info("ready: %s", ", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
 def failed(error: StartError) -> None:

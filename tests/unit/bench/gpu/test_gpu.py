@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.commands import gpu as command
-from bench.goals.figures import Row
+from bench.goals.figures import Row, table
+from bench.gpu import pair
 from bench.gpu.handoff import gather_rows
 from bench.gpu.loop import nano_vllm_answers
 from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, LlamaShape, make
@@ -83,6 +85,11 @@ def test_a_run_of_another_card_is_not_resumed(tmp_path: Path) -> None:
         command.run(BenchGpuConfig(dry=True, save=str(save), resume=True, checkpoints=str(tmp_path)))
 
 
+def test_a_note_of_a_row_without_a_goal_has_no_empty_name() -> None:
+    rows = [Row("", "a figure", "", 1.0, (), note="right"), Row("G1", "another", "", 1.0, (), note="fast")]
+    assert table(rows)[-2:] == ["- a figure: right.", "- G1, another: fast."]
+
+
 def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(StartError, match="no stage warp"):
         command.chosen("warp")
@@ -124,6 +131,25 @@ def test_the_requests_of_the_batch_are_as_stated() -> None:
     answers = nano_vllm_answers()
     assert len(answers) == 256
     assert all(100 <= length <= 1024 for answer in answers for length in answer)
+
+
+class _Server:
+    """Answers without a hand-off."""
+
+    def __init__(self, url: str, timeout_s: float) -> None: ...
+
+    def model(self) -> str:
+        return "tiny"
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"choices": [{"token_ids": [1]}], "tandem": {"path": "local"}}
+
+
+def test_a_pair_that_hands_nothing_off_fails_in_words(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "running", lambda *_: nullcontext("http://nowhere"))
+    monkeypatch.setattr(pair, "HttpClient", _Server)
+    with pytest.raises(StartError, match="not handed off: its path is local"):
+        pair._answers(setting, setting.folder, [[1, 2, 3]])
 
 
 @pytest.mark.processes

@@ -158,10 +158,11 @@ def test_without_a_supervisor_status_is_logged_once_per_stage(
     with caplog.at_level(logging.INFO):
         for done in range(101):
             status.report("loading", done, 100)
-        status.ready(kv_tokens=64, notes=[])
+        status.ready(kv_tokens=64, notes=["attention triton: it passed its trial"])
     assert [record.getMessage() for record in caplog.records] == [
         "loading 0/100",
         "loading 100/100",
+        "attention triton: it passed its trial",
         "ready: kv_tokens 64",
     ]
 
@@ -243,7 +244,12 @@ def test_addresses_that_clients_can_use() -> None:
     ]
 
 
-NOTES = ["why", "KV pool 1.0 GiB: 65,536 tokens", "attention cpu", "28 linear layers packed for about 8 rows per step"]
+NOTES = [
+    "why",
+    "KV pool 1.0 GiB: 65,536 tokens",
+    "attention native for avx512",
+    "28 linear layers packed for about 8 rows per step",
+]
 SERVING = Serving(
     model="tiny",
     url="http://127.0.0.1:8000",
@@ -275,6 +281,19 @@ def test_the_first_screen_on_a_pipe_is_one_line_per_fact(caplog: pytest.LogCaptu
     assert "transfer: shared memory, 5.0 GB/s, 42 µs" in said
     assert "try: tandem chat" in said
     assert not any("\n" in line or "KV pool" in line or "attention" in line or "packed" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("note", "shown"),
+    [
+        ("attention native for avx512", False),
+        ("attention cpu: as requested", False),
+        ("attention cpu: the kernels in C do not know KV in fp8, which makes decoding slower", True),
+        ("attention triton: as requested", True),
+    ],
+)
+def test_reasons_for_slow_attention_are_shown(note: str, shown: bool) -> None:
+    assert WorkerFacts("decode-0", "", {"notes": [note]}).notes == [note] * shown
 
 
 def test_details_are_for_debugging_and_one_is_singular() -> None:
