@@ -85,8 +85,8 @@ BACKENDS: Mapping[str, Callable[[KvStorage], AttentionBackend]] = {
 """Each makes its backend or raises :class:`Unusable`."""
 _TRIED = ("triton", "flash")
 """Backends that must pass a trial against the reference."""
+_COMPILE = "install a C compiler, then reinstall Tandem"
 _REMEDIES = {
-    "native": "install a C compiler, then reinstall Tandem",
     "triton": "install tandem[gpu] on a machine with a GPU that fits, or choose another backend",
     "flash": "install a version of flash-attn that fits, or choose another backend",
 }
@@ -141,7 +141,7 @@ class _BackendChoice:
         try:
             made = self._make(wanted, phase)
         except Unusable as error:
-            remedy = _REMEDIES.get(wanted, "choose another backend")
+            remedy = _COMPILE if str(error) == cpu.MISSING else _REMEDIES.get(wanted, "choose another backend")
             raise StartError(f"no {wanted} attention for {phase}", str(error), remedy) from None
         slowly = ", in Triton's interpreter, which is very slow" if _is_interpreted(made) else ""
         return made, f"{_described(made)}: as requested{slowly}"

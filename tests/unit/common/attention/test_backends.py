@@ -350,8 +350,9 @@ def test_without_compiled_kernels_torch_attends(make_store: MakeStore, monkeypat
     store = make_store(LayerLayout(1, 8, 8), 2)
     monkeypatch.setattr(native, "library", lambda: None)
     assert select_backend(store).backend.name == "cpu"
-    with pytest.raises(StartError, match="not compiled"):
+    with pytest.raises(StartError, match="not compiled") as refused:
         select_backend(store, Wanted("native"))
+    assert "compiler" in refused.value.todo
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -105,8 +105,9 @@ def test_kernels_that_do_not_know_fp8_are_refused_in_words() -> None:
     assert chosen.backend.name == "cpu"
     assert chosen.notes == ("attention cpu: the kernels in C do not know KV in fp8, which makes decoding slower",)
     for name in ("native", "flash"):
-        with pytest.raises(StartError, match="fp8"):
+        with pytest.raises(StartError, match="fp8") as refused:
             select_backend(store, Wanted(name))
+        assert "compiler" not in refused.value.todo
     assert select_backend(store, Wanted("torch")).backend.name == "torch"
     store.close()
 
