@@ -235,7 +235,7 @@ def _load(
         quantization=config.quantization,
         enforce_eager=config.enforce_eager,
         gpu_fusion=config.fused_parts,
-        attention=Wanted(config.attention, config.prefill_attention, config.decode_attention),
+        attention=Wanted(config.attention, config.prefill_attention, config.decode_attention, config.decode_splits),
         kv_cache_dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
         kv_bytes=kv_bytes(config, config.workers_on_host) if machine.gpu is None else config.kv_cache_memory,

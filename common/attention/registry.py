@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from common.attention.composite import CompositeAttention
@@ -54,14 +55,14 @@ def _cpu(store: KvStorage) -> AttentionBackend:
     return CpuAttention(store)
 
 
-def _triton(store: KvStorage) -> AttentionBackend:
+def _triton(store: KvStorage, splits: int | None = None) -> AttentionBackend:
     if (why := triton_kernels.unusable(store.device.type)) is not None:
         raise Unusable(why)
     if store.codec is not None and (why := lacks_units(store.device)) is not None:
         raise Unusable(f"it cannot read KV in fp8: {why}")
     from common.attention.triton import TritonAttention
 
-    return TritonAttention(store)
+    return TritonAttention(store, splits)
 
 
 def _flash(store: KvStorage) -> AttentionBackend:
@@ -96,11 +97,13 @@ _PREFERRED: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flash", "triton"), "
 
 class Wanted(NamedTuple):
     """The names of the backends that a user asks for: for both phases, and in place of that for one; "auto" is the best
-    one that works."""
+    one that works. ``splits``: the fixed number of parts into which Triton splits each sequence for a single token;
+    None for one that follows from the batch."""
 
     both: str = "auto"
     prefill: str | None = None
     decode: str | None = None
+    splits: int | None = None
 
 
 AUTO = Wanted()
@@ -110,11 +113,16 @@ def select_backend(store: KvStorage, wanted: Wanted = AUTO, calls: Sequence[Laye
     """Return the backends for prompts and for single tokens as one backend, with notes.
 
     ``calls`` says how the model calls each layer, for the trials of backends that need one, which overwrite some blocks
-    of the pool. StartError if a backend that was asked for does not exist or cannot run on the device of ``store``.
+    of the pool. StartError if a backend that was asked for does not exist or cannot run on the device of ``store``, or
+    if a number of splits was asked for and the backend for single tokens has none.
     """
-    choice = _BackendChoice(store, calls)
+    choice = _BackendChoice(store, calls, wanted.splits)
     longer, why_longer = choice.of("prefill", wanted.prefill or wanted.both)
     single, why_single = choice.of("decode", wanted.decode or wanted.both)
+    if wanted.splits is not None:
+        if single.name != "triton":
+            raise StartError("--decode-splits is for triton only", f"decode attention is {why_single}", "omit it")
+        why_single += f"; in {wanted.splits} splits, whatever the batch"
     if longer is not single:
         both: AttentionBackend = CompositeAttention(longer, single, store.k(0).device)
         return Attention(both, (f"prefill attention {why_longer}", f"decode attention {why_single}"))
@@ -126,8 +134,11 @@ def select_backend(store: KvStorage, wanted: Wanted = AUTO, calls: Sequence[Laye
 class _BackendChoice:
     """Makes each backend once, and tries it once per phase."""
 
-    def __init__(self, store: KvStorage, calls: Sequence[LayerCall]) -> None:
+    def __init__(self, store: KvStorage, calls: Sequence[LayerCall], splits: int | None) -> None:
         self._store, self._calls = store, calls
+        self._backends = {**BACKENDS}
+        if splits is not None:
+            self._backends["triton"] = partial(_triton, splits=splits)
         self._made: dict[str, AttentionBackend] = {}
 
     def of(self, phase: Phase, wanted: str) -> tuple[AttentionBackend, str]:
@@ -165,7 +176,7 @@ class _BackendChoice:
     def _make(self, name: str, phase: Phase) -> AttentionBackend:
         """Return the backend ``name``; :class:`Unusable` if it cannot run or fails its trial."""
         if name not in self._made:
-            self._made[name] = BACKENDS[name](self._store)
+            self._made[name] = self._backends[name](self._store)
         made = self._made[name]
         if name in _TRIED and (fault := find_fault(made, self._store, self._calls, phase == "prefill")) is not None:
             raise Unusable(fault)

@@ -97,6 +97,14 @@ class EngineOptions:
         "model",
         shown_default="that of --attention",
     )
+    decode_splits: int | None = option(
+        None,
+        "parts into which triton splits each sequence for a single token; with a fixed number its attention does not "
+        "depend on the batch",
+        count(1, 32),
+        "model",
+        shown_default="by the number of sequences",
+    )
     tensor_parallel_size: int = option(
         1,
         "number of ranks (processes, on GPUs with one each) among which each worker splits the model",

@@ -98,7 +98,7 @@ def run(launch: RankLaunch, watched: Watched) -> None:
         block_size=config.block_size,
         batch_hint=launch.batch_hint,
         trust_remote_code=config.trust_remote_code,
-        attention=Wanted(config.attention, config.prefill_attention, config.decode_attention),
+        attention=Wanted(config.attention, config.prefill_attention, config.decode_attention, config.decode_splits),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )

@@ -260,6 +260,10 @@ def test_triton_reads_kv_in_fp8_on_gpus_that_convert_it(
     class Kernels(TorchReference):
         name = "triton"
 
+        def __init__(self, store: Any, splits: int | None) -> None:
+            super().__init__(store)
+            self.splits = splits
+
     store = on_gpu(make_store(16, "fp8", blocks=16, codec=Fp8Codec(SCALES, torch.bfloat16, torch.device("cpu"))))
     monkeypatch.setattr(registry.triton_kernels, "unusable", lambda device: None)
     monkeypatch.setitem(sys.modules, "common.attention.triton", SimpleNamespace(TritonAttention=Kernels))
@@ -270,6 +274,10 @@ def test_triton_reads_kv_in_fp8_on_gpus_that_convert_it(
             "prefill attention triton: it passed its trial; not flash: flash-attn is not used for KV in fp8",
             "decode attention triton: it passed its trial",
         )
+        assert chosen.backend.splits is None  # type: ignore[attr-defined]
+    chosen = select_backend(store, Wanted(splits=4), CALLS)
+    assert chosen.backend.splits == 4  # type: ignore[attr-defined]
+    assert chosen.notes[1] == "decode attention triton: it passed its trial; in 4 splits, whatever the batch"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     why = "it cannot read KV in fp8: float8 needs a GPU of compute capability 8.9 or later, and this one has 8.6"
     with pytest.raises(StartError, match=f"no triton attention for prefill.*{why}"):
@@ -289,6 +297,11 @@ def test_each_phase_has_the_backend_that_was_asked_for(make_store: MakeStore) ->
         "decode attention torch",
     ]
     assert select_backend(store, Wanted("torch", prefill="cpu", decode="cpu")).backend.name == "cpu"
+
+
+def test_a_number_of_splits_is_refused_by_other_backends(make_store: MakeStore) -> None:
+    with pytest.raises(StartError, match="--decode-splits is for triton only: decode attention is torch"):
+        select_backend(make_store(), Wanted("torch", splits=2))
 
 
 @pytest.mark.parametrize("shapes", [[(0, 5), (9, 1), (30, 3), (0, 1)], [(4, 1)], [(4, 2)]], ids=str)
