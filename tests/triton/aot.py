@@ -70,10 +70,10 @@ class Model(NamedTuple):
 
     @property
     def capabilities(self) -> tuple[int, ...]:
-        """What it is compiled for. For Ada, Triton 3.6 rounds to float8 by way of float16, and so twice."""
+        """What it is compiled for. For Ada, Triton 3.6 and 3.7 round to float8 by way of float16, and so twice."""
         if not self.stores_fp8:
             return (80, 90, 100)
-        return (90, 100) if triton.__version__.startswith("3.6.") else (89, 90, 100)
+        return (90, 100) if triton.__version__.startswith(("3.6.", "3.7.")) else (89, 90, 100)
 
 
 MODELS = (
