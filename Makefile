@@ -113,9 +113,15 @@ extra = $(PIP) -c constraints.txt $$($(BIN)/python -c 'import sys, tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
     print(*(each for name in sys.argv[1:] for each in extras[name] if not each.startswith("tandem[")))' $(1))
 
-# torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
+# torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again. PyPI's is built for
+# CUDA; where no NVIDIA driver is loaded, PyTorch's index has one for CPUs, a tenth as large. Triton is pinned to the version
+# that the former requires.
+CPU_TORCH = $(PIP) --no-deps --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/kernels/cpu/*.c common/kernels/cpu/*.h common/kv/*.c)
 	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
+	@ls /proc/driver/nvidia/version /dev/dxg >/dev/null 2>&1 || \
+	    $(CPU_TORCH) "$$(grep -i '^torch==' constraints.txt)+cpu" 2>/dev/null || \
+	    echo "no CPU build of torch was found: installing the one for CUDA, several gigabytes"
 	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) -e . -c constraints.txt
 	@ls common/kernels/cpu/*.so >/dev/null 2>&1 || \
