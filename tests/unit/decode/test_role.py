@@ -12,7 +12,8 @@ from common.net.messages import Generate, Resend
 from common.worker.output_history import KEPT_S
 from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
-from tests.unit.workers import Bench, make_request
+from tests.pace import scaled
+from tests.unit.workers import DEADLINE_S, Bench, make_request
 
 
 def test_whole_requests_on_one_worker(bench: Bench) -> None:
@@ -42,6 +43,7 @@ def test_decode_worker_limits_prompt_chunks(bench: Bench, role: str, most: int) 
 
     worker.engine.step = seen  # type: ignore[method-assign]
     bench.send(f"{role}-0", Generate(prompt, 1))
+    assert worker.channels.poll(scaled(DEADLINE_S)), "the stream must not end before the prompt arrives"
     bench.until(lambda: bench.done(stream, prompt))
     assert chunks[0] == most
     bench.check(stream)
