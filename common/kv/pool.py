@@ -56,7 +56,7 @@ class BlockPool:
         self.on_evict = on_evict or (lambda block: None)
         self.generations: Generations = [0] * total if generations is None else generations
         self.peak = 0
-        """One more than the highest block number ever used; 0 if none was."""
+        """The highest block number ever used plus one; 0 if no block was used."""
         # the block freed last is taken first, since its memory is still in the CPU's caches. Tables are dropped from
         # their end, so that their blocks are taken again in ascending order and adjacent blocks stay together
         self._free = [BlockId(i) for i in reversed(range(total))]

@@ -40,8 +40,8 @@ class Residual:
 
 
 class GpuLayer(nn.Module):
-    """One decoder layer. ``hidden_states`` [1, T, hidden] are changed in place and returned. They lack the MLP's
-    output, which ``residual`` keeps for the next layer or the last norm. ``position_embeddings`` are cosines and sines
+    """A decoder layer. It changes ``hidden_states`` [1, T, hidden] in place and returns them, without the output of its
+    MLP, which ``residual`` keeps for the next layer or the last norm. ``position_embeddings`` are cosines and sines
     [1, T, head_dim]."""
 
     def __init__(self, layer: Any, params: Params, residual: Residual, first: bool, parts: Collection[str]) -> None:

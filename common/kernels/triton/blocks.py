@@ -119,7 +119,8 @@ class Scoring(Protocol):
 
     @property
     def sinks(self) -> torch.Tensor | None:
-        """One more logit per query head, float [heads], which has no value; None for none."""
+        """The attention sinks: a logit per query head, float [heads], that takes part in the softmax without a value.
+        None if the layer has no sinks."""
         ...
 
 

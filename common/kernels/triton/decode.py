@@ -50,8 +50,8 @@ def decode_split(
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, one KV head, one split. ``DIRECT``: there is one split, and its output is final; else it
-    goes to ``Mid`` [rows, heads, splits, VD] with its logarithm of the sum of weights in ``Lse`` [rows, heads,
+    """Each program computes one split of one row and KV head. ``DIRECT``: there is one split, and its output is final;
+    else it goes to ``Mid`` [rows, heads, splits, VD] with its logarithm of the sum of weights in ``Lse`` [rows, heads,
     splits]. ``SCALED``: keys and values are in units of their head's scale."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at_row = tl.load(RowAt + row).to(tl.int64)
@@ -100,7 +100,7 @@ def decode_reduce(
     N: tl.constexpr, LEAST: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, one query head; its splits are added up in their order."""
+    """Each program adds up the splits of one row and query head, in their order."""
     row, head = tl.program_id(0), tl.program_id(1)
     at_row = tl.load(RowAt + row).to(tl.int64)
     if at_row < 0:

@@ -28,7 +28,7 @@ def normed_row(x, Weight, column, D: tl.constexpr, epsilon):
 def add_norm_row(
     X, Delta, Weight, Out, x_row, delta_row, out_row, epsilon, D: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr
 ):
-    """One program: one row. With ``ADD`` the row of ``Delta`` is added to that of ``X`` first, which keeps the sum."""
+    """Each program normalizes one row. With ``ADD`` it first adds the row of ``Delta`` to that of ``X``."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     mask = column < D
     x = tl.load(X + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
@@ -42,7 +42,7 @@ def add_norm_row(
 
 @triton.jit
 def gate_row(Gate, Up, Out, g_row, u_row, out_row, width, KIND: tl.constexpr, C: tl.constexpr):
-    """One program: C columns of one row."""
+    """Each program computes C columns of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     mask = column < width
     gate = tl.load(Gate + row * g_row + column, mask=mask, other=0.0).to(tl.float32)

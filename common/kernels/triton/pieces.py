@@ -15,8 +15,8 @@ WORDS = 1024
 
 @triton.jit(do_not_specialize=["count"])
 def copy_words(Pieces, count, W: tl.constexpr):
-    """One program: W words of one piece. ``Pieces`` int64 [3, count]: source and target addresses, and sizes in
-    bytes."""
+    """Each program copies W words of one piece. ``Pieces`` int64 [3, count] holds source addresses, target addresses
+    and sizes in bytes."""
     piece = tl.program_id(0)
     source = tl.load(Pieces + piece).to(tl.pointer_type(tl.int64))
     target = tl.load(Pieces + count + piece).to(tl.pointer_type(tl.int64))

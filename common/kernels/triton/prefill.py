@@ -47,7 +47,8 @@ def prefill(
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head, up to M // GROUP rows of one span. The last tiles, which attend to most, go first.
+    """Each program computes up to M // GROUP rows of one span for one KV head. The last tiles, which attend to most, go
+    first.
     ``SCALED``: keys and values are in units of their head's scale."""
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     span = find_span(First, spans, tile, M // GROUP)

@@ -41,8 +41,8 @@ def rotate_and_write(
     k_block, k_token, k_head, v_block, v_token, v_head, query_heads, epsilon,
     HALF: tl.constexpr, P: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query head of one row, which is turned in place, or one of its KV heads, whose turned keys and
-    whose values go into the row's slot, if it has one. ``SCALED``: in units of their head's scale, in float8."""
+    """Each program handles one head of one row. A query head is rotated in place; of a KV head the rotated keys and the
+    values are written to the row's slot, if it has one. ``SCALED``: in units of their head's scale, in float8."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, P)
     mask = column < HALF

@@ -50,7 +50,7 @@ def write_kv(
     key_row, key_head, value_row, value_head, k_block, k_token, k_head, v_block, v_token, v_head,
     KD: tl.constexpr, KP: tl.constexpr, VD: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program: R rows of one KV head."""
+    """Each program writes R rows of one KV head."""
     row, head = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     keys, real = slots_of(Blocks, Offsets, row, rows, k_block, k_token)
     values, real = slots_of(Blocks, Offsets, row, rows, v_block, v_token)
