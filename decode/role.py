@@ -42,9 +42,10 @@ log = logging.getLogger("tandem.decode")
 BUDGET_S = 0.002
 """Seconds for receiving KV per turn of the loop (control messages are read once per turn), while no sequence runs."""
 BUDGET_SHARE, MOST_BUDGET_SHARE = 0.05, 0.25
-"""The same while sequences run, as shares of the last step's duration: per hand-off whose sender waits, and at most in
-all. Receiving delays the next step. A frame is never received in part and takes half a millisecond or more, so with
-short steps one frame per step is received unless several senders wait."""
+"""The time for receiving KV per turn while sequences run, as shares of the last step's duration: the first per
+hand-off whose sender waits, the second for all together. Receiving delays the next step. A frame is never received in
+part and takes half a millisecond or more, so with short steps one frame per step is received unless several senders
+wait."""
 READING_S = 0.002
 """Seconds between two checks of a read of a sender's pool, while there is nothing else to do."""
 

@@ -95,7 +95,7 @@ def test_too_few_gpus_for_the_ranks_are_counted_in_words(
 
 
 def test_up_gives_each_rank_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it is told the first GPU."""
+    """``--device cuda:N`` names the first GPU to use; the others follow it."""
     nvml.install(monkeypatch, [FakeGpu(f"GPU-{number}") for number in range(4)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
