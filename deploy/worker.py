@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.worker import WorkerConfig
@@ -32,7 +32,7 @@ from common.worker.loop import Worker, WorkerSettings
 from deploy import gpu_watch
 from deploy.launcher import cores, status
 from deploy.launcher.preflight import kv_bytes
-from kvtransfer.links.choice import links_of
+from kvtransfer.links.choice import links_of, require_transport
 
 if TYPE_CHECKING:
     from common.engine.runner import ModelEngine
@@ -77,6 +77,7 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     try:
         machines = _devices(config)
+        _check_transport(config, machines)
         with _ranks(config, machines) as ranks:
             worker = build(config, checkpoint, keys or config.keys_of(config.role), machines, ranks)
             with _borrowing(lent, others) as worker.steps.cores:
@@ -159,6 +160,13 @@ def _devices(config: WorkerConfig) -> list[device.Device]:
     if why and machines[0].gpu is None:
         log.warning("%s", why)
     return machines
+
+
+def _check_transport(config: WorkerConfig, machines: Sequence[device.Device]) -> None:
+    """Raise StartError if this worker cannot use the configured transport. Its links check that, too, but only after
+    the model has been loaded."""
+    kind: Literal["host", "cuda"] = "host" if machines[0].gpu is None else "cuda"
+    require_transport(config.kv_transport, kind, config.tensor_parallel_size, sends=config.role == "prefill")
 
 
 def _shown(machines: Sequence[device.Device]) -> str:

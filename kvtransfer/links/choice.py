@@ -47,19 +47,20 @@ def links_of(transport: str, kind: Literal["host", "cuda"]) -> tuple[str, ...]:
             return (transport,)
 
 
-def require_transport(transport: str, memory: Memory, *, sends: bool) -> None:
-    """Raise StartError if ``transport`` cannot carry KV to or from ``memory``."""
-    if memory.kind == "host" and transport in (cuda_ipc.NAME, nccl.NAME):
+def require_transport(transport: str, kind: Literal["host", "cuda"], ranks: int, *, sends: bool) -> None:
+    """Raise StartError if ``transport`` cannot carry KV to or from the pool of a worker with this number of ranks,
+    which is in this kind of memory."""
+    if kind == "host" and transport in (cuda_ipc.NAME, nccl.NAME):
         raise StartError(
             f"--kv-transport {transport} needs a GPU", "the KV of this worker is in host memory", "use another one"
         )
-    if memory.kind == "cuda" and (transport == nixl.NAME or (transport == shm.NAME and sends)):
+    if kind == "cuda" and (transport == nixl.NAME or (transport == shm.NAME and sends)):
         raise StartError(
             f"--kv-transport {transport} cannot carry this worker's KV",
             "it is in the memory of a GPU",
             "use auto, cuda-ipc, zmq or nccl",
         )
-    if isinstance(memory, CudaMemory) and memory.ranks > 1 and transport == nccl.NAME:
+    if kind == "cuda" and ranks > 1 and transport == nccl.NAME:
         raise StartError(
             "--kv-transport nccl cannot carry the KV of a tensor-parallel worker",
             "its ranks use NCCL in every layer, and two groups on one GPU can wait for each other for ever",
@@ -67,12 +68,17 @@ def require_transport(transport: str, memory: Memory, *, sends: bool) -> None:
         )
 
 
+def _require(transport: str, memory: Memory, *, sends: bool) -> None:
+    ranks = memory.ranks if isinstance(memory, CudaMemory) else 1
+    require_transport(transport, memory.kind, ranks, sends=sends)
+
+
 class SendLinks:
     """The sending halves of one worker's links (``by_name``), and how its pool is reached: ``pool`` is the address of
     its endpoint ("" for none), :meth:`agent` the data in Open for links that connect by themselves."""
 
     def __init__(self, memory: Memory, incarnation: Incarnation, transport: str, host: str) -> None:
-        require_transport(transport, memory, sends=True)
+        _require(transport, memory, sends=True)
         self.allowed = links_of(transport, memory.kind)
         self.by_name: dict[str, SendLink] = {}
         self._closing: list[Callable[[], object]] = []
@@ -130,7 +136,7 @@ class ReceiveLinks:
     """Chooses the receiving half of a link for each hand-off into ``memory``. ``sources`` are the mapped pools."""
 
     def __init__(self, memory: Memory, transport: str, host_id: str, sources: Sources) -> None:
-        require_transport(transport, memory, sends=False)
+        _require(transport, memory, sends=False)
         self._memory, self._transport, self._host_id, self._sources = memory, transport, host_id, sources
         self._allowed = links_of(transport, memory.kind)
         self._logged: set[tuple[Incarnation, str]] = set()
