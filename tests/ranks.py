@@ -6,6 +6,7 @@ On GPUs, which are fake here, the ranks meet in a process group of gloo, and eac
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,10 +19,12 @@ import torch
 
 from common.attention.registry import Wanted
 from common.checkpoint.files import open_checkpoint
+from common.core.ids import BlockId
+from common.core.sequence import Batch, Segment
 from common.engine import loading, parallel, rank_follower, rank_pools
 from common.engine.loading import load_engine
 from common.engine.pool import cuda_store, make_store
-from common.engine.runner import ModelEngine
+from common.engine.runner import ModelEngine, sequence_of
 from common.kv.layout import KvLayout
 from common.kv.storage.interface import KvStorage
 from common.model import parallel_check
@@ -33,6 +36,24 @@ from tests.fakes.device_calls import FakeDevice
 from tests.fakes.stand_in_gpu import stand_in
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "batch_hint": 16}
+"""Options of every engine, unless others are given."""
+TOLERANCE = 1e-4
+"""Largest difference of logits, in float32, between one process and several ranks."""
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "one KV head": ("llama-untied", {"num_key_value_heads": 1}),
+    "mixtral": ("mixtral", {}),
+    "gemma3": ("gemma3", {}),
+    "phi3, which gathers": ("phi3", {}),
+    "deepseek-v3, whose attention is whole": ("deepseek-v3", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+"""Models: kinds of :mod:`tests.models`, with changes of their configuration."""
+SHARDS = {"one KV head": 1, "phi3, which gathers": 1, "deepseek-v3, whose attention is whole": 1}
+"""Shards of the pool, if not two."""
 _loading = threading.Lock()
 
 
@@ -137,3 +158,17 @@ def split_engine(model: Path, ranks: int, *, gpu: bool = False, **options: Any) 
         finally:
             for ours, _ in pairs:
                 ours.shutdown(socket.SHUT_RDWR)
+
+
+def logits_of(engine: ModelEngine) -> torch.Tensor:
+    """Return the logits of a prompt in three chunks beside another, then of a decode step of both."""
+    rng = random.Random(3)
+    one, other = ([rng.randrange(8, 512) for _ in range(length)] for length in (75, 40))
+    tables = [BlockId(block) for block in range(9, 0, -2)], [BlockId(block) for block in (2, 4, 6)]
+    rows = []
+    for first, second in (((0, 30), (0, 17)), ((30, 31), (17, 39)), ((31, 74), (39, 40))):
+        chunks = ((one, first), (other, second))
+        parts = (Segment(sequence_of(tokens[:end]), start, end - start) for tokens, (start, end) in chunks)
+        rows.append(engine.logits(Batch(tuple(parts), tables)))
+    rows.append(engine.logits(Batch((Segment(sequence_of(one), 74, 1),), tables[:1])))
+    return torch.cat(rows)

@@ -68,7 +68,7 @@ def load_engine(
     chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
     stored: KvDtype = chosen if kv_cache_dtype == "auto" else "fp8"
-    _check_quantization(quantization, machine, leader)
+    _check_quantization(quantization, machine)
     room = kv_bytes if kv_bytes is not None else _most_for_kv(checkpoint, chosen, machine, share, leader)
     budget = partial(_budget, checkpoint, stored, block_size, max_model_len, num_kv_blocks)
     if (expected := checkpoint.kv_layers()) is not None:
@@ -176,13 +176,10 @@ def _budget(
     )  # fmt: skip
 
 
-def _check_quantization(quantization: str, machine: Device, leader: Leader | None) -> None:
+def _check_quantization(quantization: str, machine: Device) -> None:
     """Raise StartError if this worker cannot compute with such weights."""
     if quantization == "int8" and machine.gpu is not None:
         raise StartError("--quantization int8 runs on CPUs only", f"this worker computes on {machine.name}", "omit it")
-    if leader is not None and quantization == "fp8":
-        why = "a rank sees a part of each token, and would round it with a scale of its own"
-        raise StartError("--quantization fp8 does not work with tensor parallelism", why, "omit one of the two")
 
 
 def _most_for_kv(

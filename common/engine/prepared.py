@@ -71,7 +71,9 @@ class PreparedModel:
         if self.rounded:
             slow = sum(not each.in_hardware for each in self.rounded)
             how = f", {slow} of them emulated in float32, which is for tests and slow" if slow else ""
-            yield f"{len(self.rounded)} linear layers in fp8 with a scale per row and per token{how}"
+            parts = sum(each.is_part for each in self.rounded)
+            which = f" (in {parts}, of which each rank has some columns, per rank, too)" if parts else ""
+            yield f"{len(self.rounded)} linear layers in fp8 with a scale per row and per token{which}{how}"
 
 
 def prepare(
@@ -101,7 +103,8 @@ def prepare(
     with shortage_in_words("for the weights", where, FEWER_WEIGHTS):
         move(model, where)
         seen = probe(model, checkpoint)
-        rounded = round_linears(model) if quantization == "fp8" else []
+        ranks = None if leader is None else leader.collective
+        rounded = round_linears(model, ranks) if quantization == "fp8" else []
         fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
         if where.type == "cuda" and leader is None and not rounded:
             notes += _fuse_for_gpu(model, gpu_fusion)

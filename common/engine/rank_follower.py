@@ -43,6 +43,7 @@ from common.kv.storage.host import KvMemory
 from common.kv.storage.interface import KvStorage
 from common.kv.storage.tensors import DTYPES, KvStore
 from common.model.collective import Collective
+from common.model.fp8 import round_linears
 from common.model.linears import pack_linears
 from common.model.load import detach_from_files
 from common.model.parallel import load_share, shard_of, whole_layers, whole_peaks
@@ -80,6 +81,8 @@ def follow(
     with shortage_in_words("for the weights", where, FEWER_WEIGHTS):
         move(model, where)
         seen = probe(model, checkpoint)
+        if quantization == "fp8":
+            round_linears(model, collective)
     if machine.gpu is None:
         pack_linears(model, batch_hint, quantization == "int8")
     detach_from_files(model)

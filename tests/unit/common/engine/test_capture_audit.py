@@ -6,7 +6,7 @@ for a GPU, where everything that the modelling code makes on the host shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,11 @@ from common.model.probe import forward
 from common.model.rotary import freeze_rotary
 from tests.models import KINDS, POSITIONS, SERVED
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EAGER: dict[str, str] = {}
 """Architectures of the e2e suite whose decode steps cannot be captured, and why. They run eagerly on GPUs."""
 EXPERT_KINDS = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
 ROWS = 4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices
-    yield
-    torch.set_num_threads(threads)
 
 
 class _NoAttention:

@@ -27,15 +27,8 @@ from tests.models import VOCAB
 from tests.reference import Reference
 from tests.unit.workers import Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_LEN = 128
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -17,18 +17,9 @@ from common.kv.cache import BlockCopy
 from tests.models import KINDS, SERVED
 from tests.reference import Reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4
 MAX_LEN = 1024
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 MakeEngine = Callable[..., ModelEngine]
 
 

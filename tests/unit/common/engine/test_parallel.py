@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from common.attention.interface import Span
 from common.core.errors import StartError
@@ -20,52 +20,19 @@ from common.core.request import Request
 from common.core.sequence import Batch, Segment
 from common.engine.batch import FlatStep
 from common.engine.parallel import LeadingEngine, pack, unpack
-from common.engine.runner import ModelEngine, sequence_of
+from common.engine.runner import sequence_of
+from common.kernels.e4m3 import to_e4m3
 from common.kv.storage.tensors import KvStore
+from common.model.fp8 import Fp8Linear, row_scales
+from tests.fakes.device_calls import FakeDevice
 from tests.models import make_model, spread_kv
-from tests.ranks import split_engine
+from tests.ranks import KINDS, SHARDS, TOLERANCE, logits_of, split_engine
 from tests.reference import FLOAT32, Reference, Tolerance, greedy
 from tests.unit.workers import Bench
 
-TOLERANCE = 1e-4
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "gemma2": ("gemma2", {}),
-    "qwen3-moe": ("qwen3-moe", {}),
-    "one KV head": ("llama-untied", {"num_key_value_heads": 1}),
-    "mixtral": ("mixtral", {}),
-    "gemma3": ("gemma3", {}),
-    "phi3, which gathers": ("phi3", {}),
-    "deepseek-v3, whose attention is whole": ("deepseek-v3", {}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-}
-SHARDS = {"one KV head": 1, "phi3, which gathers": 1, "deepseek-v3, whose attention is whole": 1}
-"""Shards of the pool, if not two."""
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = {*((name, 2) for name in KINDS if name not in ("mixtral", "gemma3")), ("llama", 4), ("qwen3-moe", 4)}
 """Models and numbers of ranks in ``make test``."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return ``model(name)``: the directory of a checkpoint of ``KINDS``, written once."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            kind, overrides = KINDS[name]
-            made[name] = make_model(kind, tmp_path_factory.mktemp("model"), **overrides)
-        return made[name]
-
-    return get
 
 
 @pytest.fixture
@@ -73,20 +40,6 @@ def stack() -> Iterator[ExitStack]:
     """Closes its engines after the workers that use them, if it is requested before ``bench``."""
     with ExitStack() as stack:
         yield stack
-
-
-def logits_of(engine: ModelEngine) -> torch.Tensor:
-    """Return the logits of a prompt in three chunks beside another, then of a decode step of both."""
-    rng = random.Random(3)
-    one, other = ([rng.randrange(8, 512) for _ in range(length)] for length in (75, 40))
-    tables = [BlockId(block) for block in range(9, 0, -2)], [BlockId(block) for block in (2, 4, 6)]
-    rows = []
-    for first, second in (((0, 30), (0, 17)), ((30, 31), (17, 39)), ((31, 74), (39, 40))):
-        chunks = ((one, first), (other, second))
-        parts = (Segment(sequence_of(tokens[:end]), start, end - start) for tokens, (start, end) in chunks)
-        rows.append(engine.logits(Batch(tuple(parts), tables)))
-    rows.append(engine.logits(Batch((Segment(sequence_of(one), 74, 1),), tables[:1])))
-    return torch.cat(rows)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +90,47 @@ def test_kv_in_fp8_is_that_of_one_process(model: Callable[[str], Path], tmp_path
     assert float(error.median()) < 0.02
 
 
-def test_weights_in_fp8_are_refused_in_words(model: Callable[[str], Path]) -> None:
-    with (
-        pytest.raises(StartError, match="--quantization fp8 does not work with tensor parallelism"),
-        split_engine(model("llama"), 2, quantization="fp8"),
-    ):
-        pass
+class _InParts(nn.Module):
+    """A linear layer in fp8 that rounds the halves of each token as two ranks do."""
+
+    def __init__(self, whole: Fp8Linear) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half, whole = self._whole.in_features // 2, self._whole
+        parts = []
+        for columns in (slice(half), slice(half, None)):
+            part = x[..., columns]
+            scale = row_scales(part.reshape(-1, half)).view(*x.shape[:-1], 1)
+            product = to_e4m3(part / scale).float() @ whole.rounded[:, columns].float().T
+            parts.append(product * scale * whole.scale)
+        out = sum(parts[1:], parts[0])
+        return out if whole.bias is None else out + whole.bias
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["qwen3", "one KV head", "biases"])
+@pytest.mark.sampled
+def test_weights_in_fp8_are_rounded_as_by_one_process(
+    model: Callable[[str], Path], gpus: list[FakeDevice], name: str, gpu: bool
+) -> None:
+    """A number that falls between two of float8 may be rounded to either: few do, and only then do logits differ."""
+    with split_engine(model(name), 1, quantization="fp8") as engine:
+        fingerprint, plain = engine.fingerprint, logits_of(engine)
+        for layer in engine.model.model.layers:  # type: ignore[union-attr]
+            for parent, last in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+                setattr(parent, last, _InParts(getattr(parent, last)))
+        expected = logits_of(engine)
+    with split_engine(model(name), 2, gpu=gpu, quantization="fp8") as engine:
+        assert engine.fingerprint == fingerprint
+        notes = " ".join(engine.notes)
+        assert "linear layers in fp8" in notes and "(in 6, of which each rank has some columns, per rank, too)" in notes
+        found = logits_of(engine)
+    spread = expected.std(dim=-1)
+    error = (found - expected).abs().amax(dim=-1) / spread
+    assert float(error.median()) < TOLERANCE and float(error.max()) < 0.5
+    assert float(((found - plain).pow(2).mean(dim=-1).sqrt() / spread).max()) < 0.3
 
 
 DEGREES = [(1, 2), (2, 1), (2, 2)]

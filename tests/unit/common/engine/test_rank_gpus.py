@@ -30,42 +30,14 @@ from common.kv.storage.slab import SlabStore
 from tests.fakes.device_calls import FakeDevice
 from tests.fakes.stand_in_gpu import MIB
 from tests.models import make_model, spread_kv
-from tests.ranks import fake_gpus, split_engine
+from tests.ranks import KINDS, SHARDS, TOLERANCE, logits_of, split_engine
 from tests.reference import Reference, greedy
-from tests.unit.common.engine.test_parallel import KINDS, SHARDS, TOLERANCE, logits_of
 from tests.unit.workers import Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = Batch((Segment(sequence_of([*range(8, 48)]), 0, 40),), ([BlockId(3), BlockId(1), BlockId(2)],))
 SHORT = {("llama", 2), ("llama", 4), ("one KV head", 2), ("qwen3-moe", 2), ("phi3, which gathers", 2)}
 """Models and numbers of ranks in ``make test``."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def gpus() -> Iterator[list[FakeDevice]]:
-    with fake_gpus() as devices:
-        yield devices
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return ``model(name)``: the directory of a checkpoint of ``KINDS``, written once."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            kind, overrides = KINDS[name]
-            made[name] = make_model(kind, tmp_path_factory.mktemp("model"), **overrides)
-        return made[name]
-
-    return get
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,10 @@ from common.checkpoint.files import open_checkpoint
 from common.engine.loading import load_engine
 from common.engine.runner import ModelEngine
 from common.kernels.e4m3 import E4M3
+from common.model.collective import SharedMemoryCollective
 from common.model.fp8 import Fp8Linear, round_linears, row_scales
+from common.model.parallel_layers import GatheredLinear, SummedLinear
+from common.platform.wiring import Wiring
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_kv_blocks": 16, "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 1,
@@ -84,6 +89,45 @@ def test_rows_of_zeros_and_no_rows_are_computed_and_nan_is_seen() -> None:
     assert linear(torch.full((1, 8), torch.nan)).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_multiply_the_slices_of_one_weight(dtype: torch.dtype) -> None:
+    """Each has the columns that one process would have, in the same units, and rounds its part of a token."""
+    torch.manual_seed(5)
+    whole, bias = nn.Linear(64, 24).requires_grad_(False).to(dtype), torch.randn(24).to(dtype)
+    whole.weight[3] *= 1e3
+    whole.weight[:, 40] *= 20  # the largest numbers of all rows are with the second rank
+    x = (torch.randn(2, 5, 64) * 3).to(dtype)
+    x[0, 1, 7] = 500.0
+
+    @torch.inference_mode()
+    def rank_of(collective: SharedMemoryCollective) -> tuple[Fp8Linear, torch.Tensor]:
+        first = collective.rank * 32
+        share = nn.Linear(32, 24, dtype=dtype).requires_grad_(False)
+        share.weight.copy_(whole.weight[:, first : first + 32])
+        share.bias.copy_(bias)
+        model = nn.Sequential(SummedLinear(share, collective, (first, first + 32)))
+        (linear,) = round_linears(model, collective)
+        return linear, model(x)
+
+    with ExitStack() as stack:
+        stack.enter_context(closing(wiring := Wiring.create(2)))
+        ranks = [stack.enter_context(closing(SharedMemoryCollective(rank, 2, wiring))) for rank in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            (one, got), (two, also) = threads.map(rank_of, ranks)
+    expected = Fp8Linear(whole.weight, None)
+    assert torch.equal(torch.cat([one.rounded.float(), two.rounded.float()], 1), expected.rounded.float())
+    assert torch.equal(one.scale, expected.scale) and torch.equal(two.scale, expected.scale)
+    assert torch.equal(got, also)
+    rows, weight = x.view(-1, 64).float(), whole.weight.float()
+    by_row = weight.abs().amax(1, keepdim=True) / 448
+    wanted = bias.double().expand(10, 24).clone()
+    for part in (slice(32), slice(32, 64)):
+        by_token = rows[:, part].abs().amax(1, keepdim=True) / 448
+        wanted += (rounded(rows[:, part] / by_token) @ rounded(weight[:, part] / by_row).T) * by_token * by_row.T
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert ((got.view(-1, 24).double() - wanted).abs().amax(0) <= tolerance * wanted.abs().amax(0)).all()
+
+
 def test_the_output_layer_keeps_its_precision() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -95,6 +139,9 @@ def test_the_output_layer_keeps_its_precision() -> None:
 
     model = Model()
     assert len(round_linears(model)) == 2 and type(model.head) is nn.Linear
+    split = Model()
+    split.head = GatheredLinear(split.head, None, [4])  # type: ignore[assignment, arg-type]
+    assert len(round_linears(split)) == 2 and type(split.head.linear) is nn.Linear
 
 
 def engine_of(
