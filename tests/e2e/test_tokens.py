@@ -48,14 +48,22 @@ FAMILIES = ("llama", "llama-untied", "qwen3", "mistral", "gemma2", "gemma3", "qw
 ALSO = ("gpt2", "gpt-oss", "deepseek-v3", "mixtral")
 LINKS = ("shm", "zmq")
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
-SETUPS = [
-    *(Setup(kind, COLOCATED, "colocated") for kind in FAMILIES),
-    *(Setup(kind, ONE_ONE, "disagg", LINKS[index % 2]) for index, kind in enumerate((*FAMILIES, *ALSO))),
-    *(Setup(kind, TWO_TWO, "disagg", LINKS[1 - index % 2]) for index, kind in enumerate(FAMILIES)),
-    pytest.param(Setup("llama", ONE_ONE, "disagg", "nixl"), marks=NEEDS_NIXL),
-]
-"""Every family in every topology. If 1P1D uses one link for a family, 2P2D uses the other one. The optional link runs
-with one family."""
+IN_TURN = (COLOCATED, ONE_ONE, TWO_TWO)
+
+
+def setups() -> Iterator[Any]:
+    """Yield every family in every topology; where 1P1D uses one link for a family, 2P2D uses the other one. The sample
+    keeps the first family in every topology and each other one in one; the optional link runs with one family."""
+    for index, kind in enumerate((*FAMILIES, *ALSO)):
+        link, other = LINKS[index % 2], LINKS[1 - index % 2]
+        rows = [Setup(kind, ONE_ONE, "disagg", link)]
+        if kind in FAMILIES:
+            rows += [Setup(kind, COLOCATED, "colocated"), Setup(kind, TWO_TWO, "disagg", other)]
+        for row in rows:
+            sampled = index == 0 or len(rows) == 1 or row.flags == IN_TURN[index % 3]
+            yield pytest.param(row, marks=() if sampled else pytest.mark.whole)
+    yield pytest.param(Setup("llama", ONE_ONE, "disagg", "nixl"), marks=NEEDS_NIXL)
+
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 511, 512, 513, 1500)
 SAMPLED: tuple[dict[str, Any], ...] = (
@@ -68,7 +76,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=str)
+@pytest.fixture(scope="module", params=setups(), ids=str)
 def setup(request: pytest.FixtureRequest) -> Setup:
     return request.param  # type: ignore[no-any-return]
 
