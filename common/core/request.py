@@ -16,6 +16,8 @@ from common.core.ids import REQUEST_ID_BYTES, RequestId, unpack_tokens
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 31
+MAX_GRAMMAR = 1 << 18
+"""Characters of a request's grammar."""
 GREEDY_BELOW = 1e-5
 """A lower temperature means greedy, as in vLLM: logits divided by it would overflow float32."""
 Id = Annotated[RequestId, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)]
@@ -38,7 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``logprobs`` None is off, 0 returns that of the chosen token, k
     also those of the k most likely. ``eos_token_ids`` end a sequence unless ``ignore_eos``; until ``min_tokens`` tokens
     are output, neither they nor ``stop_token_ids`` can be sampled. ``seed`` is always set: the coordinator draws one if
-    the client sent none.
+    the client sent none. ``grammar`` is a grammar of llguidance (Lark text or its JSON form), which the whole output
+    from its first token on must match; empty is no constraint.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -56,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -70,8 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     @property
     def takes_best(self) -> bool:
         """Whether sampling is a plain argmax of the logits once ``min_tokens`` are output: greedy, without logprobs,
-        bias or penalties."""
-        plain = self.logprobs is None and not self.logit_bias and not self.has_penalty
+        bias, penalties or a grammar."""
+        plain = self.logprobs is None and not (self.logit_bias or self.has_penalty or self.grammar)
         return self.temperature < GREEDY_BELOW and plain
 
 

@@ -25,7 +25,7 @@ from common.core.request import MAX_LOGPROBS, Id, Request
 from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 
-PROTOCOL = 13
+PROTOCOL = 14
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
