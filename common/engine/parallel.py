@@ -146,8 +146,9 @@ class LeadingEngine(ModelEngine):
         leader.collective.after_sum = late.announce_written
         shards, size = self.layout.head_shards, leader.collective.size
         heads = f"each with 1/{shards} of the KV heads" if shards > 1 else "each with all KV heads"
-        where = "ranks" if self._device_steps is None else "GPUs"
-        self.notes.append(f"tensor parallel: {size} {where}, {heads}; layers are not fused; {leader.note}")
+        where = "GPUs" if self._device_steps is not None else "ranks"
+        fusion = "" if self._device_steps is not None else "layers are not fused; "
+        self.notes.append(f"tensor parallel: {size} {where}, {heads}; {fusion}{leader.note}")
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
         self._leader.channel.share_step(pack(step))

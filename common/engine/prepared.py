@@ -15,6 +15,7 @@ from common.engine.faults import shortage_in_words
 from common.engine.parallel import Leader
 from common.kernels import triton
 from common.kv.layout import KvDtype
+from common.model.collective import Collective
 from common.model.fp8 import Fp8Linear, round_linears
 from common.model.gpu_layers import fuse_gpu_layers
 from common.model.layers import fuse_layers
@@ -106,8 +107,8 @@ def prepare(
         ranks = None if leader is None else leader.collective
         rounded = round_linears(model, ranks) if quantization == "fp8" else []
         fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
-        if where.type == "cuda" and leader is None and not rounded:
-            notes += _fuse_for_gpu(model, gpu_fusion)
+        if machine.gpu is not None and not rounded:
+            notes += fuse_for_gpu(model, gpu_fusion, where, ranks)
     packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
     return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, notes)
@@ -120,8 +121,13 @@ def move(model: nn.Module, where: torch.device) -> None:
     model.to(where)
 
 
-def _fuse_for_gpu(model: nn.Module, parts: Sequence[str]) -> Iterator[str]:
-    """Fuse ``parts`` of the decoder layers and yield a note on it. Without Triton only the linears can be."""
-    usable = parts if triton.unusable("cuda") is None else [part for part in parts if part == "linears"]
-    if usable and (count := fuse_gpu_layers(model, usable)):
-        yield f"{count} layers with fused {', '.join(usable)}"
+def fuse_for_gpu(
+    model: nn.Module, parts: Sequence[str], where: torch.device, collective: Collective | None
+) -> list[str]:
+    """Fuse ``parts`` of the decoder layers, which are on ``where``, and return a note on it, if any are. Without Triton
+    only the linears can be. ``collective``: of a rank's share of the model, as
+    :func:`common.model.gpu_layers.fuse_gpu_layers`."""
+    usable = parts if triton.unusable(where.type) is None else [part for part in parts if part == "linears"]
+    if usable and (count := fuse_gpu_layers(model, usable, collective)):
+        return [f"{count} layers with fused {', '.join(usable)}"]
+    return []

@@ -5,7 +5,7 @@ It plans nothing and samples nothing. Must not know how it is started or watched
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Literal, assert_never
@@ -22,7 +22,7 @@ from common.engine.faults import SMALLER_POOL, shortage_in_words, wait_for
 from common.engine.gpu_memory import UseMeter
 from common.engine.graph_capture import GraphUse
 from common.engine.parallel import unpack
-from common.engine.prepared import FEWER_WEIGHTS, move
+from common.engine.prepared import FEWER_WEIGHTS, fuse_for_gpu, move
 from common.engine.rank_messages import (
     BeginMeasuring,
     ClearBlocks,
@@ -44,6 +44,7 @@ from common.kv.storage.interface import KvStorage
 from common.kv.storage.tensors import DTYPES, KvStore
 from common.model.collective import Collective
 from common.model.fp8 import round_linears
+from common.model.gpu_layers import PARTS
 from common.model.linears import pack_linears
 from common.model.load import detach_from_files
 from common.model.parallel import load_share, shard_of, whole_layers, whole_peaks
@@ -68,6 +69,7 @@ def follow(
     attention: Wanted = AUTO,
     quantization: Literal["none", "int8", "fp8"] = "none",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    gpu_fusion: Sequence[str] = PARTS,
 ) -> None:
     """Load this rank's share onto ``machine`` (default: the CPU) as rank 0 does its own, and do what rank 0 asks for
     until it leaves. The arguments must be those of rank 0's :func:`common.engine.loading.load_engine`. StartError if
@@ -83,6 +85,8 @@ def follow(
         seen = probe(model, checkpoint)
         if quantization == "fp8":
             round_linears(model, collective)
+        elif machine.gpu is not None:
+            fuse_for_gpu(model, gpu_fusion, where, collective)
     if machine.gpu is None:
         pack_linears(model, batch_hint, quantization == "int8")
     detach_from_files(model)

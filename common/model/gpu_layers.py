@@ -6,6 +6,10 @@ gate and up another; the residual sum is part of the norm behind it, also across
 embedding and the write into the KV pool are one kernel, and so is the gated activation. What each saves has not been
 measured on a GPU: each part can be left out. A layer is replaced only if its parts are exactly the expected ones and a
 trial gives the same numbers.
+
+A tensor-parallel rank fuses what it has: its slices of q, k and v are one product, its heads one kernel. The products
+behind attention and gate sum over the ranks (:class:`common.model.parallel_layers.SummedLinear`), so what a norm adds
+to the residual stream is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import torch
 from torch import nn
 
 from common.attention.interface import Params, RotatingAttention, Rotation, bind
+from common.model.collective import Collective
 from common.model.layers import DenseAttention, has_usual_parts, is_rms_norm
+from common.model.parallel_layers import SummedLinear
 
 PARTS = ("linears", "norms", "rotary", "activation")
 """What can be fused, each by itself. All but the linears need Triton."""
@@ -162,9 +168,11 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fuse_gpu_layers(model: Any, parts: Collection[str] = PARTS) -> int:
+def fuse_gpu_layers(model: Any, parts: Collection[str] = PARTS, collective: Collective | None = None) -> int:
     """Replace all decoder layers of ``model``, and the norm behind them, if each fits and gives the same numbers in a
-    trial; return their number, 0 if the model keeps its own. ``parts``: which of :data:`PARTS` to fuse."""
+    trial; return their number, 0 if the model keeps its own. ``parts``: which of :data:`PARTS` to fuse.
+    ``collective``: of a rank's share of a model, the exchange with the other ranks, which must call this, too; all of
+    them replace their layers, or none."""
     decoder = getattr(model, "model", None)
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None or not parts:
@@ -179,7 +187,8 @@ def fuse_gpu_layers(model: Any, parts: Collection[str] = PARTS) -> int:
         GpuLayer(layer, trial.params, residual, index == 0, parts)
         for index, (layer, trial) in enumerate(zip(layers, trials, strict=True))
     ]
-    if not all(trial.is_met_by(layer, residual) for trial, layer in zip(trials, fused, strict=True)):
+    met = [trial.is_met_by(layer, residual) for trial, layer in zip(trials, fused, strict=True)]  # on all ranks as many
+    if not _agreed(all(met), collective, decoder.norm.weight.device):  # type: ignore[union-attr]
         return 0
     for index, layer in enumerate(fused):
         layers[index] = layer
@@ -190,13 +199,29 @@ def fuse_gpu_layers(model: Any, parts: Collection[str] = PARTS) -> int:
 def _fits(layer: Any) -> bool:
     """Return whether the layer has exactly the expected parts, and its activation a kernel."""
     config = getattr(getattr(layer, "self_attn", None), "config", None)
-    return has_usual_parts(layer) and getattr(config, "hidden_act", None) in _ACTIVATIONS
+    if not has_usual_parts(layer) or getattr(config, "hidden_act", None) not in _ACTIVATIONS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    inner = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+    outer = attention.o_proj, mlp.down_proj
+    return all(type(each) is nn.Linear for each in inner) and all(
+        type(each) in (nn.Linear, SummedLinear) for each in outer
+    )
+
+
+@torch.inference_mode()  # as everything that the ranks exchange
+def _agreed(met: bool, collective: Collective | None, where: torch.device) -> bool:
+    """Return whether ``met`` holds, on every rank if there are several; they exchange it on ``where``."""
+    if collective is None:
+        return met
+    return int(collective.sum(torch.tensor([float(met)], device=where))) == collective.size
 
 
 class _Trial:
     """The output of one of the model's layers for random rows at positions far apart (``expected``); None if the
     layer's code fails when called in this way."""
 
+    @torch.inference_mode()
     def __init__(self, layer: Any, rotary: Any) -> None:
         weight, dense = layer.self_attn.q_proj.weight, DenseAttention()
         generator = torch.Generator().manual_seed(0)
@@ -217,6 +242,7 @@ class _Trial:
             return
         self.expected = out if isinstance(out, torch.Tensor) else None
 
+    @torch.inference_mode()
     def is_met_by(self, fused: GpuLayer, residual: Residual) -> bool:
         """Return whether ``fused`` changes the rows by the same numbers."""
         assert self.expected is not None

@@ -101,6 +101,7 @@ def run(launch: RankLaunch, watched: Watched) -> None:
         attention=Wanted(config.attention, config.prefill_attention, config.decode_attention, config.decode_splits),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        gpu_fusion=config.fused_parts,
     )
 
 

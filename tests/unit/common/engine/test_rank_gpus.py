@@ -19,7 +19,7 @@ from common.core.errors import DeviceLost, StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request
 from common.core.sequence import Batch, Segment
-from common.engine import rank_follower, rank_pools
+from common.engine import prepared, rank_follower, rank_pools
 from common.engine.parallel import LeadingEngine
 from common.engine.runner import sequence_of
 from common.kv.cache import BlockCopy
@@ -27,6 +27,7 @@ from common.kv.gpu_budget import CONTEXT_BYTES
 from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.device_calls import DeviceBuffer, DeviceFailed
 from common.kv.storage.slab import SlabStore
+from common.model import gpu_layers
 from tests.fakes.device_calls import FakeDevice
 from tests.fakes.stand_in_gpu import MIB
 from tests.models import make_model, spread_kv
@@ -38,6 +39,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = Batch((Segment(sequence_of([*range(8, 48)]), 0, 40),), ([BlockId(3), BlockId(1), BlockId(2)],))
 SHORT = {("llama", 2), ("llama", 4), ("one KV head", 2), ("qwen3-moe", 2), ("phi3, which gathers", 2)}
 """Models and numbers of ranks in ``make test``."""
+FUSED = {"llama", "qwen3", "one KV head", "biases"}
+"""Models whose layers have merged linears on GPUs; the other parts need Triton (:mod:`tests.triton.ranks`)."""
 
 
 @pytest.fixture
@@ -65,9 +68,36 @@ def test_logits_equal_those_of_one_process(
         assert engine.memory.ranks == ranks and engine.layout.head_shards == SHARDS.get(name, 2)
         notes = " ".join(engine.notes)
         assert f"tensor parallel: {ranks} GPUs" in notes and "without CUDA graphs" in notes
+        assert ("3 layers with fused linears" in notes) == (name in FUSED) and "not fused" not in notes
         assert f"the first 2 layers give the same logits in {ranks} ranks as in one" in notes
         worst = float((logits_of(engine) - expected).abs().max())
     assert worst < TOLERANCE * max(1.0, float(expected.std()))
+
+
+def test_all_ranks_fuse_their_layers_or_none(
+    model: Callable[[str], Path], gpus: list[FakeDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial fails on the other rank only, and there in the first layer: the exchanges of later ones come all the
+    same."""
+    met, fused = gpu_layers._Trial.is_met_by, dict[str, int]()
+    fuse = gpu_layers.fuse_gpu_layers
+
+    def fails(trial: Any, layer: gpu_layers.GpuLayer, *rest: Any) -> bool:
+        here = met(trial, layer, *rest)
+        return here and (layer.layer_idx > 0 or threading.current_thread().name != "rank-1")
+
+    def counted(*arguments: Any) -> int:
+        fused[threading.current_thread().name] = fuse(*arguments)
+        return fused[threading.current_thread().name]
+
+    monkeypatch.setattr(prepared, "fuse_gpu_layers", counted)
+    with split_engine(model("llama"), 2, gpu=True) as engine:
+        assert sorted(fused.values()) == [3, 3]
+        expected = logits_of(engine)
+    monkeypatch.setattr(gpu_layers._Trial, "is_met_by", fails)
+    with split_engine(model("llama"), 2, gpu=True) as engine:
+        assert sorted(fused.values()) == [0, 0] and "fused" not in " ".join(engine.notes)
+        assert float((logits_of(engine) - expected).abs().max()) < TOLERANCE
 
 
 def test_kv_in_fp8_has_the_scales_of_each_gpus_heads(tmp_path: Path, gpus: list[FakeDevice]) -> None:

@@ -23,6 +23,8 @@ from tests.triton.layers import SHAPES, difference, logits, model_of
 from tests.unit.common.engine.test_capture_audit import model_of as any_model_of
 
 FITTING = {"llama", "llama-untied", "llama-dynamic", "qwen3", "mistral"}
+OTHERS = ("two-kv-heads", "biases")
+"""Models of :mod:`tests.triton.ranks` in ``make test-all``."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,9 +77,15 @@ def test_weights_are_held_once() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernels_compute_what_transformers_computes() -> None:
+@pytest.mark.parametrize(
+    "script",
+    ["layers", "ranks one-kv-head", *(pytest.param(f"ranks {name}", marks=pytest.mark.whole) for name in OTHERS)],
+)
+def test_the_kernels_compute_what_transformers_computes(script: str) -> None:
+    """In one process, and in two ranks of which each has slices of the linears and some of the heads."""
+    module, *names = script.split()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton.layers"], capture_output=True, text=True, timeout=scaled(150), check=False,
-        cwd=Path(__file__).parents[4], env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", f"tests.triton.{module}", *names], capture_output=True, text=True, timeout=scaled(150),
+        cwd=Path(__file__).parents[4], env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
