@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from coordinator.api.fields import Fields, JsonBudget, parse_arguments, refuse, wrong_type
 from coordinator.requests.spec import Json
@@ -21,12 +21,18 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 def parse_messages(
-    fields: Fields, budget: JsonBudget, check_chars: Callable[[int, str], None] | None = None
+    fields: Fields,
+    budget: JsonBudget,
+    check_chars: Callable[[int, str], None] | None = None,
+    *,
+    arguments_as_text: bool = False,
 ) -> list[Json]:
     """Return the messages in the field ``messages``. RequestError unless there is at least one and all are valid.
 
     ``budget`` counts the JSON values in the arguments of tool calls. ``check_chars`` is called with the total number of
-    characters of these arguments before any of them is parsed, and raises if there are too many."""
+    characters of these arguments before any of them is parsed, and raises if there are too many.
+    ``arguments_as_text``: whether the messages have the arguments as the client's text, which is validated all the
+    same, or as the object in it."""
     items = fields.array("messages", MAX_MESSAGES)
     if items is None:
         fields.missing("messages")
@@ -36,7 +42,19 @@ def parse_messages(
         refuse(f"'messages' has {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
     if check_chars is not None:
         check_chars(sum(map(len, chain.from_iterable(map(_arguments, items)))), "messages")
-    return [_message(item, f"messages[{index}]", budget) for index, item in enumerate(items)]
+    arguments = _Arguments(budget, arguments_as_text)
+    return [_message(item, f"messages[{index}]", arguments) for index, item in enumerate(items)]
+
+
+class _Arguments(NamedTuple):
+    """How tool-call arguments are read: see :func:`parse_messages`."""
+
+    budget: JsonBudget
+    as_text: bool
+
+    def read(self, text: str, at: str) -> Json | str:
+        parsed = parse_arguments(text, at, self.budget)
+        return text if self.as_text else parsed
 
 
 def _entries(item: object) -> int:
@@ -48,14 +66,14 @@ def _entries(item: object) -> int:
 def _arguments(item: object) -> Iterator[str]:
     """Yield the tool-call arguments of an unvalidated message."""
     calls = item.get("tool_calls") if isinstance(item, dict) else None
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    for function in functions or ([item.get("function_call")] if isinstance(item, dict) else []):
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str):
             yield arguments
 
 
-def _message(item: object, at: str, budget: JsonBudget) -> Json:
+def _message(item: object, at: str, arguments: _Arguments) -> Json:
     if not isinstance(item, dict):
         wrong_type(at, "an object", item)
     fields = Fields(item, at)
@@ -63,18 +81,25 @@ def _message(item: object, at: str, budget: JsonBudget) -> Json:
     message: Json = {"role": role}
     content = _content(fields.raw("content"), f"{at}.content")
     calls = fields.array("tool_calls", 1024)
-    if content is None and not (role == "assistant" and (calls or fields.has("refusal"))):
+    former = None if calls else fields.nested("function_call")
+    reasoning = fields.string("reasoning_content", limit=1 << 26) or fields.string("reasoning", limit=1 << 26)
+    has_more = calls or former or reasoning is not None or fields.has("refusal")
+    if content is None and not (role == "assistant" and has_more):
         fields.missing("content")
     message["content"] = content if content is not None else fields.string("refusal", limit=1 << 26) or ""
+    if (calls or former) and role != "assistant":
+        name = "tool_calls" if calls else "function_call"
+        refuse("Only assistant messages can have tool calls.", f"{at}.{name}")
     if calls:
-        if role != "assistant":
-            refuse("Only assistant messages can have tool calls.", f"{at}.tool_calls")
-        message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]", budget) for n, call in enumerate(calls)]
+        message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]", arguments) for n, call in enumerate(calls)]
+    elif former:  # the deprecated form of a single call
+        message["tool_calls"] = [{"id": "", "type": "function", "function": _function(former, arguments)}]
     if role == "tool":
         message["tool_call_id"] = fields.string("tool_call_id") or fields.missing("tool_call_id")
-    for name in ("name", "reasoning_content"):
-        if (text := fields.string(name, limit=1 << 26)) is not None:
-            message[name] = text
+    if (name := fields.string("name", limit=1 << 26)) is not None:
+        message["name"] = name
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
     return message
 
 
@@ -106,16 +131,16 @@ def _refuse_part(kind: str, at: str) -> NoReturn:
     )
 
 
-def _tool_call(call: object, at: str, budget: JsonBudget) -> Json:
+def _tool_call(call: object, at: str, arguments: _Arguments) -> Json:
     if not isinstance(call, dict):
         wrong_type(at, "an object", call)
     fields = Fields(call, at)
+    fields.choice("type", ("function",))
     function = fields.nested("function") or fields.missing("function")
+    return {"id": fields.string("id") or "", "type": "function", "function": _function(function, arguments)}
+
+
+def _function(function: Fields, arguments: _Arguments) -> Json:
     name = function.string("name", limit=256) or function.missing("name")
-    arguments = function.string("arguments", limit=1 << 26) or "{}"
-    parsed = parse_arguments(arguments, function.at("arguments"), budget)
-    return {
-        "id": fields.string("id") or "",
-        "type": "function",
-        "function": {"name": name, "arguments": parsed},
-    }
+    text = function.string("arguments", limit=1 << 26) or "{}"
+    return {"name": name, "arguments": arguments.read(text, function.at("arguments"))}

@@ -15,6 +15,7 @@ import msgspec
 from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
 from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
+from coordinator.api.tools import parse_tools
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
 MAX_PROMPTS = 64
@@ -22,6 +23,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 4096
+MAX_DOCUMENTS = 1024
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 """vLLM accepts any value above 0. Outside of these bounds logits overflow float32 before the penalty is useful."""
 MAX_TOKEN_ID = (1 << 32) - 1
@@ -43,10 +45,14 @@ STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choic
 
 
 def parse_chat(
-    body: Json, budget: JsonBudget | None = None, check_chars: Callable[[int, str], None] | None = None
+    body: Json,
+    budget: JsonBudget | None = None,
+    check_chars: Callable[[int, str], None] | None = None,
+    *,
+    arguments_as_text: bool = False,
 ) -> ChatBody:
-    """Parse the body of POST /v1/chat/completions. ``budget`` and ``check_chars`` are passed to :func:`parse_messages`.
-    Raises RequestError."""
+    """Parse the body of POST /v1/chat/completions. ``budget``, ``check_chars`` and ``arguments_as_text`` are passed to
+    :func:`parse_messages`. Raises RequestError."""
     fields = Fields(body)
     _refuse_unsupported(fields)
     wants = fields.boolean("logprobs", False)
@@ -56,9 +62,14 @@ def parse_chat(
     longer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
     limit = fields.integer("max_tokens", 1, MAX_TOKENS)
     options = _options(fields, (top or 0) if wants else None, limit if longer is None else longer)
-    messages = parse_messages(fields, budget or JsonBudget(), check_chars)
-    tools = _tools(fields)
+    if (max_reasoning := fields.integer("max_reasoning_tokens", 0, MAX_TOKENS)) is not None:
+        refuse("'max_reasoning_tokens' is not supported yet.", "max_reasoning_tokens", "unsupported")
+    messages = parse_messages(fields, budget or JsonBudget(), check_chars, arguments_as_text=arguments_as_text)
+    tools = parse_tools(fields)
+    if tools.use is not None and tools.use.choice != "auto":
+        refuse("Only 'auto' and 'none' are supported as 'tool_choice' so far; calls cannot be forced.", "tool_choice")
     template_kwargs = _template_kwargs(fields)
+    documents = _documents(fields)
     generation = fields.boolean("add_generation_prompt", True)
     continues = fields.boolean("continue_final_message", False)
     if continues:
@@ -69,34 +80,15 @@ def parse_chat(
     return ChatBody(
         options=_with_ignored(options, fields),
         messages=messages,
-        tools=tools,
+        tools=tools.prompt,
         template_kwargs=template_kwargs,
         add_generation_prompt=generation and not continues,
         continue_final_message=continues,
+        tool_use=tools.use,
+        documents=documents,
+        include_reasoning=fields.boolean("include_reasoning", True),
+        max_reasoning_tokens=max_reasoning,
     )
-
-
-def _tools(fields: Fields) -> list[Json] | None:
-    entries = fields.array("tools", 1024)
-    choice = fields.raw("tool_choice")
-    fields.skip("parallel_tool_calls")
-    if isinstance(choice, dict) or choice == "required":
-        refuse("Only 'auto' and 'none' are supported as 'tool_choice' so far; calls cannot be forced.", "tool_choice")
-    if choice is not None and choice not in ("auto", "none"):
-        refuse("'tool_choice' must be one of none, auto, required, or an object.", "tool_choice")
-    tools: list[Json] = []
-    for index, entry in enumerate(entries or ()):
-        at = f"tools[{index}]"
-        if not isinstance(entry, dict):
-            wrong_type(at, "an object", entry)
-        tool = Fields(entry, at)
-        if tool.string("type") != "function":
-            refuse(f"{at + '.type'!r} must be 'function'.", f"{at}.type")
-        function = tool.nested("function") or tool.missing("function")
-        if not function.string("name", limit=256):
-            function.missing("name")
-        tools.append(entry)
-    return tools or None if choice != "none" else None
 
 
 _RESERVED_KWARGS = (
@@ -122,7 +114,19 @@ def _template_kwargs(fields: Fields) -> Json:
             )
     if (effort := fields.string("reasoning_effort", limit=64)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
+        if effort == "none":  # templates that only know whether to reason, under either name
+            kwargs.setdefault("enable_thinking", False)
+            kwargs.setdefault("thinking", False)
     return kwargs
+
+
+def _documents(fields: Fields) -> list[Json] | None:
+    documents: list[Json] = []
+    for index, entry in enumerate(fields.array("documents", MAX_DOCUMENTS) or ()):
+        if not isinstance(entry, dict):
+            wrong_type(f"documents[{index}]", "an object", entry)
+        documents.append(entry)
+    return documents or None
 
 
 # -- text completions ------------------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError, StartError
 from common.core.request import SamplingParams
 from common.kv.prefix import Chain, chain_root
-from coordinator.api.fields import refuse
+from coordinator.api.fields import JsonBudget, refuse
+from coordinator.api.openai import parse_chat
 from coordinator.api.response_encoder import encode
 from coordinator.cluster.registry import Registry
-from coordinator.requests.spec import ChatBody, CompletionBody, Options, Sampling
+from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import Lanes, cost
 from coordinator.text.render_budget import TooMuchText
@@ -113,10 +114,18 @@ class ServedModel:
 
     # -- prompts --------------------------------------------------------------------------------------------------
 
+    def parse_chat(self, fields: Json, budget: JsonBudget) -> ChatBody:
+        """Parse the JSON object of a chat request. Raises RequestError, also for the name of another model."""
+        templates = self.text.templates
+        as_text = templates is not None and templates.arguments_as_text
+        body = parse_chat(fields, budget, self.check_chars, arguments_as_text=as_text)
+        self.check_name(body.options.model)
+        return body
+
     def chat_text(self, body: ChatBody) -> ChatText:
         """Render the chat template. Raises RequestError if the messages cannot fit the context, before rendering if
         they are too long themselves, else as soon as the rendered text is too long."""
-        self.check_chars(_size([body.messages, body.tools, body.template_kwargs]), "messages")
+        self.check_chars(_size([body.messages, body.tools, body.documents, body.template_kwargs]), "messages")
         most = min(self._most_chars, self._most_templated)
         try:
             chat = self.text.chat_text(body, most)

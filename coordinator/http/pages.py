@@ -13,7 +13,7 @@ from common.core.gpu import GpuState
 from common.core.request import MAX_TOKENS
 from common.net.messages import Drain
 from coordinator.api.fields import Fields, JsonBudget, refuse
-from coordinator.api.openai import parse_chat, token_ids
+from coordinator.api.openai import token_ids
 from coordinator.api.service import ServedModel, product_version
 from coordinator.cluster.absent_workers import Absence
 from coordinator.cluster.link_stats import LinkStats
@@ -141,14 +141,14 @@ class _Asked:
 
 
 _TEMPLATED = (
-    *("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"),
+    *("model", "messages", "tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
 )
 """Fields of a chat request that its prompt depends on."""
 
 
 def _as_chat(body: Json, budget: JsonBudget, model: ServedModel) -> ChatBody:
-    return parse_chat({name: body[name] for name in _TEMPLATED if name in body}, budget, model.check_chars)
+    return model.parse_chat({name: body[name] for name in _TEMPLATED if name in body}, budget)
 
 
 @routes.post("/detokenize")

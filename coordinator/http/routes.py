@@ -17,7 +17,7 @@ from aiohttp import web
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import SamplingParams
 from coordinator.api.fields import JsonBudget
-from coordinator.api.openai import parse_chat, parse_completion
+from coordinator.api.openai import parse_completion
 from coordinator.api.response_encoder import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.api.service import ServedModel
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body, read_timeout
@@ -45,8 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model = services.model
 
     def read(fields: Json, budget: JsonBudget) -> tuple[Options, ChatText]:
-        body = parse_chat(fields, budget, model.check_chars)
-        model.check_name(body.options.model)
+        body = model.parse_chat(fields, budget)
         return body.options, model.chat_text(body)
 
     options, text = await read_body(request, read, templated=True)

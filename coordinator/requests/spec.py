@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 Json = dict[str, object]
 """A parsed JSON object."""
@@ -49,8 +50,23 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """How an answer may call functions. ``tools``: those that it may call, in OpenAI's nested form, with ``strict`` if
+    the client set it. ``choice``: whether it may call them (auto), must call at least one of them (required), or must
+    call the only one (named). ``parallel``: whether it may make several calls."""
+
+    tools: tuple[Json, ...]
+    choice: Literal["auto", "required", "named"] = "auto"
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody:
-    """A chat completion request."""
+    """A chat completion request.
+
+    ``tools``: the tools that the chat template is given. ``tool_use``: None if the answer must not call any.
+    ``documents``: texts to answer from, for templates that know them. ``include_reasoning``: whether reasoning is
+    returned. ``max_reasoning_tokens``: its maximum length, None if it is not limited."""
 
     options: Options
     messages: list[Json]
@@ -58,6 +74,10 @@ class ChatBody:
     template_kwargs: Json
     add_generation_prompt: bool
     continue_final_message: bool
+    tool_use: ToolUse | None = None
+    documents: list[Json] | None = None
+    include_reasoning: bool = True
+    max_reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

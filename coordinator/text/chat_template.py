@@ -30,6 +30,7 @@ from markupsafe import soft_str
 from common.core.errors import RequestError, StartError
 from coordinator.requests.spec import Json
 from coordinator.text import render_budget
+from coordinator.text.history import HistoryForm, find_form
 from coordinator.text.render_budget import RenderBudget, TooMuchText
 from coordinator.text.traced import Traced, join, join_with, origins, written
 
@@ -239,12 +240,16 @@ class ChatTemplate:
             ) from error
         self._special = {name: written(text) for name, text in special.items()}
         self._knows_developer = "developer" in source
+        self.form = HistoryForm()
+        """How messages are given to the template."""
+        self.form = find_form(lambda messages, tools: self.render(messages, tools=tools), source)
 
     def render(
         self,
         messages: list[Json],
         *,
         tools: list[Json] | None = None,
+        documents: list[Json] | None = None,
         kwargs: Json | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -261,7 +266,7 @@ class ChatTemplate:
                     **self._special,
                     "messages": self._prepare(messages, end),
                     "tools": tools,
-                    "documents": None,
+                    "documents": documents,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
@@ -280,7 +285,7 @@ class ChatTemplate:
     def _prepare(self, messages: list[Json], end: str) -> list[Json]:
         """Copy ``messages``, append ``end`` to the last content, and mark roles as the template's: they are validated
         words of the server and may be part of a control token."""
-        plain = [{**message, "role": written(self._role(message))} for message in messages]
+        plain = [{**self.form.message(message), "role": written(self._role(message))} for message in messages]
         if end:
             plain[-1]["content"] = f"{plain[-1]['content']}{end}"
         return plain
@@ -298,15 +303,3 @@ def _cut_at(text: Traced, end: str) -> Traced:
             "The chat template drops the final message, so it cannot be continued.", param="continue_final_message"
         )
     return text[:at]
-
-
-def pick_template(candidates: Any) -> str | None:
-    """Return the template in ``tokenizer_config.json``: a string, or the one named ``default`` in a list. None if there
-    is none."""
-    if isinstance(candidates, str):
-        return candidates
-    if isinstance(candidates, list):
-        named = {str(item.get("name")): item.get("template") for item in candidates if isinstance(item, dict)}
-        chosen = named.get("default") or next(iter(named.values()), None)
-        return chosen if isinstance(chosen, str) else None
-    return None

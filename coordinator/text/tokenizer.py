@@ -16,16 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer, decoders, normalizers
 
-from common.core.errors import RequestError, StartError, reason
+from common.core.errors import RequestError, StartError
 from coordinator.requests.spec import ChatBody
-from coordinator.text.chat_template import ChatTemplate, pick_template
+from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.control_tokens import ControlTokens
 from coordinator.text.slices import SLICE_CHARS, encode_slices
-from coordinator.text.token_names import make_special, read_json, read_token_names
+from coordinator.text.templates import ChatTemplates, template_sources
+from coordinator.text.token_names import make_special, read_token_names
 
 log = logging.getLogger("tandem.text")
 
@@ -74,7 +75,7 @@ class TextModel:
         self._bytes: dict[int, bytes] = {}
         self._around = _around(self.tokenizer)
         self._control = ControlTokens(self.tokenizer, special | self._names.control)
-        self.template = self._load_template(chat_template)
+        self.templates = self._load_templates(template_sources(directory, chat_template))
 
     # -- to tokens ------------------------------------------------------------------------------------------------
 
@@ -93,15 +94,16 @@ class TextModel:
     def chat_text(self, body: ChatBody, most: int = sys.maxsize) -> ChatText:
         """Render the chat template. Raises RequestError if the model has no template or the template fails, TooMuchText
         if the text would have more than ``most`` characters."""
-        if self.template is None:
+        if self.templates is None:
             raise RequestError(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
                 param="messages",
                 code="no_chat_template",
             )
-        text = self.template.render(
+        text = self.templates.of(body).render(
             body.messages,
             tools=body.tools,
+            documents=body.documents,
             kwargs=body.template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -164,14 +166,12 @@ class TextModel:
 
     # -- loading --------------------------------------------------------------------------------------------------
 
-    def _load_template(self, override: str | None) -> ChatTemplate | None:
-        settings = read_json(self.directory / "tokenizer_config.json")
-        source = _given_template(override) if override else self._own_template(settings)
-        if source is None:
+    def _load_templates(self, sources: Mapping[str, str]) -> ChatTemplates | None:
+        if not sources:
             return None
-        template = ChatTemplate(source, dict(self._names.named))
-        self._try_out(template)
-        return template
+        templates = ChatTemplates(sources, dict(self._names.named))
+        self._try_out(templates.default)
+        return templates
 
     def _try_out(self, template: ChatTemplate) -> None:
         """Log a warning if ``template`` builds control tokens by operations that lose the origin of characters. They
@@ -185,12 +185,6 @@ class TextModel:
                 "the chat template assembles %s from parts, so it is tokenized as text: write it as one string",
                 ", ".join(lost),
             )
-
-    def _own_template(self, settings: Mapping[str, Any]) -> str | None:
-        file = self.directory / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        return pick_template(settings.get("chat_template"))
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -245,16 +239,6 @@ def _shrinks(tokenizer: Tokenizer, byte_level: bool) -> int:
     if not keeps_text or not whole or any(token.lstrip or token.rstrip for token in added):
         return _VANISHING
     return 1 if normalizer is None else _NFC_SHRINKS
-
-
-def _given_template(option: str) -> str:
-    """Return the template of ``--chat-template``, which is a file name or the template itself."""
-    if "{" in option or "\n" in option:
-        return option
-    try:
-        return Path(option).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot read the chat template {option}", reason(error), "correct --chat-template") from error
 
 
 # -- incremental decoding ---------------------------------------------------------------------------------------------

@@ -228,8 +228,8 @@ def without_control(body: Json) -> Json:
 def test_control_tokens_are_those_of_the_template(case: Case, body: Json) -> None:
     body = case.suited(body)
     chat = parse_chat(body)
-    assert case.ours.template is not None
-    text = case.ours.template.render(chat.messages, tools=chat.tools, kwargs=chat.template_kwargs)
+    assert case.ours.templates is not None
+    text = case.ours.templates.default.render(chat.messages, tools=chat.tools, kwargs=chat.template_kwargs)
     assert text == case.theirs.apply_chat_template(**case.rendered(body), tokenize=False)
     assert case.control_of(body) == case.control_of(without_control(body))
 

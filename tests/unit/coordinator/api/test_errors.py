@@ -71,7 +71,7 @@ async def test_text_beyond_context_is_refused_without_tokenizing(
     model = cluster.services.model
     monkeypatch.setattr(model.text, "_control", None)
     monkeypatch.setattr(model.text, "slices", None)
-    monkeypatch.setattr(model.text, "template", None)
+    monkeypatch.setattr(model.text, "templates", None)
     most = model.context_length * model.text.chars_per_token
     long = "x" * (most + 1)
     messages = [{"role": "user", "content": long}]

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from common.core.errors import RequestError, StartError
 from coordinator.api.openai import parse_chat
 from coordinator.requests.spec import ChatBody, Json
-from coordinator.text.chat_template import ChatTemplate, pick_template
+from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel, _WindowDetokenizer
 from coordinator.text.traced import origins
 from tests.fakes.checkpoint import TEMPLATE, VOCAB, fake_checkpoint
@@ -240,11 +240,6 @@ def test_a_template_whose_control_tokens_become_text_is_warned_of(
     assert [record.getMessage() for record in caplog.records if "<|user|>" in record.getMessage()] == lost * [
         "the chat template assembles <|user|> from parts, so it is tokenized as text: write it as one string"
     ]
-
-
-def test_named_templates() -> None:
-    assert pick_template("x") == "x" and pick_template(None) is None
-    assert pick_template([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]) == "d"
 
 
 # -- declared tokens --------------------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""Validates the fields of a chat request with which an answer may call functions.
+
+Owns ``tools``, ``tool_choice`` and ``parallel_tool_calls``, each in OpenAI's nested form and in the flat form of the
+Responses API, which some clients also send to chat completions. Must not know how a model spells a call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+from coordinator.api.fields import Fields, refuse, wrong_type
+from coordinator.requests.spec import Json, ToolUse
+
+MAX_TOOLS = 1024
+MAX_NAME_CHARS = 256
+_CHOICES = "'tool_choice' must be one of none, auto, required, or an object."
+_OTHER_KINDS = (
+    "custom",
+    "web_search",
+    "file_search",
+    "code_interpreter",
+    "computer_use_preview",
+    "image_generation",
+    "mcp",
+)
+"""OpenAI's kinds of tools that this server cannot offer."""
+
+
+class OfferedTools(NamedTuple):
+    """``prompt``: the tools for the chat template, None if it gets none. ``use``: None if the answer must not call
+    any."""
+
+    prompt: list[Json] | None
+    use: ToolUse | None
+
+
+def parse_tools(fields: Fields) -> OfferedTools:
+    """Return the tools of a chat request. Raises RequestError for an invalid tool, two tools of one name, or a
+    ``tool_choice`` that the tools cannot satisfy.
+
+    The template gets no tools with ``tool_choice`` none, and only the allowed ones with ``allowed_tools``, so that a
+    model is never offered a function that it must not call."""
+    tools = _tools(fields)
+    parallel = fields.boolean("parallel_tool_calls", True)
+    choice = fields.raw("tool_choice")
+    if choice is not None and not isinstance(choice, str | dict):
+        refuse(_CHOICES, "tool_choice")
+    if isinstance(choice, dict):
+        return _object_choice(Fields(choice, "tool_choice"), tools, parallel)
+    if choice not in (None, "none", "auto", "required"):
+        refuse(_CHOICES, "tool_choice")
+    if choice == "required":
+        _check_there_are(tools)
+        return _offer(tools, ToolUse(tools=tuple(tools.values()), choice="required", parallel=parallel))
+    if choice == "none" or not tools:
+        return OfferedTools(None, None)
+    return _offer(tools, ToolUse(tools=tuple(tools.values()), parallel=parallel))
+
+
+def _offer(tools: dict[str, Json], use: ToolUse) -> OfferedTools:
+    """Return ``tools`` for the template, without ``strict``, which is meant for the server."""
+    return OfferedTools([_without_strict(tool) for tool in tools.values()], use)
+
+
+def _without_strict(tool: Json) -> Json:
+    function = tool["function"]
+    assert isinstance(function, dict)
+    if "strict" not in function:
+        return tool
+    return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _tools(fields: Fields) -> dict[str, Json]:
+    """Return the tools by name, in their nested form."""
+    tools: dict[str, Json] = {}
+    for index, entry in enumerate(fields.array("tools", MAX_TOOLS) or ()):
+        at = f"tools[{index}]"
+        name, tool = _tool(entry, at)
+        if name in tools:
+            refuse(f"Two tools have the name {name[:64]!r}.", f"{at}.function.name")
+        tools[name] = tool
+    return tools
+
+
+def _tool(entry: object, at: str) -> tuple[str, Json]:
+    if not isinstance(entry, dict):
+        wrong_type(at, "an object", entry)
+    tool = Fields(entry, at)
+    kind = tool.string("type")
+    if kind != "function":
+        _refuse_kind(kind, "function", f"{at}.type")
+    flat = not tool.has("function") and tool.has("name")
+    function = tool if flat else tool.nested("function") or tool.missing("function")
+    name = function.string("name", limit=MAX_NAME_CHARS) or function.missing("name")
+    function.string("description", limit=1 << 26)
+    function.mapping("parameters")
+    function.boolean("strict", False)
+    if flat:
+        inner = {key: value for key, value in entry.items() if key != "type" and value is not None}
+        return name, {"type": "function", "function": inner}
+    inner = entry["function"]
+    if None in inner.values():
+        return name, {**entry, "function": {key: value for key, value in inner.items() if value is not None}}
+    return name, entry
+
+
+def _refuse_kind(kind: str | None, allowed: str, at: str) -> NoReturn:
+    if kind in _OTHER_KINDS:
+        refuse(
+            f"Tools of type {kind!r} are not supported: this server calls functions of clients only.", at, "unsupported"
+        )
+    refuse(f"{at!r} must be {allowed}.", at)
+
+
+# -- tool_choice ------------------------------------------------------------------------------------------------------
+
+
+def _check_there_are(tools: dict[str, Json]) -> None:
+    if not tools:
+        refuse("'tool_choice' can only require a call if 'tools' has functions.", "tool_choice")
+
+
+def _object_choice(choice: Fields, tools: dict[str, Json], parallel: bool) -> OfferedTools:
+    kind = choice.string("type")
+    if kind == "function":
+        name = _named(choice, tools)
+        return _offer(tools, ToolUse(tools=(tools[name],), choice="named", parallel=parallel))
+    if kind != "allowed_tools":
+        _refuse_kind(kind, "function or allowed_tools", "tool_choice.type")
+    return _allowed(choice.nested("allowed_tools") or choice, tools, parallel)
+
+
+def _allowed(allowed: Fields, tools: dict[str, Json], parallel: bool) -> OfferedTools:
+    """Return the choice among some of ``tools``: those listed in the field ``tools`` of ``allowed``."""
+    mode = allowed.choice("mode", ("auto", "required")) or allowed.missing("mode")
+    entries = allowed.array("tools", MAX_TOOLS)
+    if not entries:
+        allowed.missing("tools")
+    chosen: dict[str, Json] = {}
+    for index, entry in enumerate(entries):
+        at = f"{allowed.at('tools')}[{index}]"
+        if not isinstance(entry, dict):
+            wrong_type(at, "an object", entry)
+        tool = Fields(entry, at)
+        tool.choice("type", ("function",))
+        name = _named(tool, tools)
+        chosen[name] = tools[name]
+    use = ToolUse(tools=tuple(chosen.values()), choice="required" if mode == "required" else "auto", parallel=parallel)
+    return _offer(chosen, use)
+
+
+def _named(reference: Fields, tools: dict[str, Json]) -> str:
+    """Return the function name in ``reference``, in either form. Raises RequestError if no tool has it."""
+    function = reference if reference.has("name") else reference.nested("function") or reference.missing("function")
+    name = function.string("name") or function.missing("name")
+    _check_there_are(tools)
+    if name not in tools:
+        refuse(f"No tool has the name {name[:64]!r}.", function.at("name"))
+    return name
