@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import CollectorRegistry
 
 from common.config.options import GROUPS, Option, options
-from coordinator.api import chat_messages, openai
+from coordinator.api import chat_messages, openai, tools
 from coordinator.cluster.registry import Registry
 from coordinator.http import pages, routes
 from coordinator.metrics import Metrics
@@ -94,13 +94,16 @@ FIELD_HELP = {
     "cache_salt": "Requests share cached prefixes only with requests of the same salt.",
     "chat_template_kwargs": "Variables for the chat template.",
     "continue_final_message": "Continue the last message, which must be the assistant's.",
+    "documents": "Texts to answer from, for chat templates that know them.",
     "echo": "Put the prompt before the output.",
     "frequency_penalty": "Penalty per earlier occurrence of a token in the output.",
     "ignore_eos": "Generate past the end-of-sequence token.",
+    "include_reasoning": "Whether the answer has the reasoning. Default: true.",
     "include_stop_str_in_output": "Keep the stop string in the output.",
     "logit_bias": "Token id to a value from -100 to 100 that is added to its logit.",
     "logprobs": "Return the log-probability of each output token; `top_logprobs` adds alternatives.",
     "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`.",
+    "max_reasoning_tokens": "Not supported yet.",
     "max_tokens": "Longest output in tokens. Default: what fits for chats, 16 for completions.",
     "messages": "The conversation: roles system, developer, user, assistant, tool; text content only.",
     "min_p": "Smallest probability of a token, relative to the most likely one.",
@@ -108,11 +111,11 @@ FIELD_HELP = {
     "modalities": 'Only `["text"]`.',
     "model": "Name of the served model; may be left out.",
     "n": "Choices per prompt. The prompt is computed once.",
-    "parallel_tool_calls": "Accepted; has no effect yet.",
+    "parallel_tool_calls": "Whether an answer may have several tool calls. Default: true.",
     "presence_penalty": "Penalty for tokens that occur in the output.",
     "priority": "Requests with a lower value are scheduled first.",
     "prompt": "A string, token ids, or an array of either.",
-    "reasoning_effort": "Passed to the chat template.",
+    "reasoning_effort": "Passed to the chat template; `none` also turns reasoning off where the template can.",
     "repetition_penalty": "Divides the logits of tokens that occur in the prompt or the output; 1 is none.",
     "response_format": 'Only `{"type": "text"}` so far.',
     "response_format.type": "Only `text` so far.",
@@ -127,8 +130,8 @@ FIELD_HELP = {
     "stream_options.continuous_usage_stats": "Put `usage` into every chunk.",
     "stream_options.include_usage": "Send a last chunk with `usage`.",
     "temperature": "0 is greedy. Default: the model's `generation_config.json`, else 1.",
-    "tool_choice": "`auto` or `none` so far.",
-    "tools": "Functions that the chat template offers to the model.",
+    "tool_choice": "`auto`, `none`, or an object of type `allowed_tools` with the mode `auto`.",
+    "tools": "Functions that the answer may call, in OpenAI's nested form or in the flat form of the Responses API.",
     "top_k": "Sample among this many most likely tokens; -1 or 0: all.",
     "top_logprobs": "Alternatives per token; needs `logprobs`.",
     "top_p": "Sample among the most likely tokens that together have this probability.",
@@ -255,7 +258,7 @@ def request_fields(parse: Callable[..., object]) -> dict[str, str]:
     """The fields that ``parse`` reads from a request body, with their types and ranges, found in its source."""
     functions = {
         node.name: node
-        for module in (openai, chat_messages)
+        for module in (openai, chat_messages, tools)
         for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.FunctionDef)
     }

@@ -267,6 +267,34 @@ TOGETHER: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXT, {"max_tokens": None}),
     (TEXT, {"logit_bias": {str(token): 1 for token in range(512)}}),
 )
+_F: Any = {"type": "function", "function": {"name": "f"}}
+_G: Any = {"type": "function", "name": "g", "description": "flat", "parameters": {"type": "object"}, "strict": True}
+TOOLS: tuple[dict[str, Any], ...] = (
+    {"tools": [_F, _G]},
+    {"tools": [_F, _F]},
+    {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+    {"tools": [{"type": "function"}]},
+    {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+    *({"tools": [_F, _G], "tool_choice": choice} for choice in (
+        "auto", "none", "required", {}, {"type": "custom"}, {"type": "function"}, {"type": "function", "name": "f"},
+        {"type": "function", "function": {}}, {"type": "function", "function": {"name": "h"}},
+        {"type": "allowed_tools", "mode": "auto", "tools": [_F]}, {"type": "allowed_tools", "mode": "auto"},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_G]}}, {"type": "allowed_tools"},
+        {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
+        {"type": "allowed_tools", "mode": "required", "tools": [_F]},
+    )),
+    {"tools": [_F], "parallel_tool_calls": False},
+    {"documents": [{"title": "t", "text": "x"}]},
+    {"documents": ["x"]},
+    {"max_reasoning_tokens": 5},
+    {"include_reasoning": False},
+    {"reasoning_effort": "none"},
+    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "reasoning": "r", "content": None}]},
+    {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+    {"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]},
+)  # fmt: skip
+"""Fields about tools and reasoning."""
 USAGE = {"include_usage": True}
 STREAMED: tuple[dict[str, Any], ...] = (
     {},
@@ -522,6 +550,9 @@ def _refused() -> Iterator[Call]:
         ("a long text of too many tokens", TEXT, {"prompt": "q " * 8_500}),
     ):
         yield _post(f"{path} {name}", "colocated", path, body)
+    for body in TOOLS:
+        shown = json.dumps(body, separators=(",", ":"))[1:-1]
+        yield _post(f"{CHAT} {shown}", "colocated", CHAT, SOME_CHAT | body)
     yield _post("small: an echo that is too long", "small", TEXT, {"prompt": "x" * 500, "echo": True, "n": 5})
     yield _post("smaller: a long text of few ids", "smaller", DETOKENIZE, {"tokens": [4] * 60})
     start = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
@@ -538,7 +569,7 @@ def _refused() -> Iterator[Call]:
     numbers: Any = [1] * 2_000
     for _ in range(50):
         numbers = [numbers]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": numbers}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": numbers}}}]
     yield _post("indenting template: deep numbers", "indenting template", CHAT, SOME_CHAT | {"tools": tools})
     for stream in (False, True):
         for server in ("second token fails", "end fails", "slow queue", "broken lines"):

@@ -264,7 +264,7 @@ def everywhere(text: str) -> Json:
             {"role": "tool", "content": text, "tool_call_id": text, "name": text},
             {"role": "function", "content": text, "name": text},
         ],
-        "tools": [tool, {**tool, text: text}],
+        "tools": [tool, {**tool, "function": {**tool["function"], "name": f"{text}2"}, text: text}],
         "chat_template_kwargs": {"mood": text, "extra": {text: text, "x": nested}},
         "reasoning_effort": text,
     }
