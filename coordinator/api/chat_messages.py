@@ -96,8 +96,8 @@ def _message(item: object, at: str, arguments: _Arguments) -> Json:
         message["tool_calls"] = [{"id": "", "type": "function", "function": _function(former, arguments)}]
     if role == "tool":
         message["tool_call_id"] = fields.string("tool_call_id") or fields.missing("tool_call_id")
-    if (name := fields.string("name", limit=1 << 26)) is not None:
-        message["name"] = name
+    if (author := fields.string("name", limit=1 << 26)) is not None:
+        message["name"] = author
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     return message
