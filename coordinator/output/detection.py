@@ -1,14 +1,83 @@
-"""Choice of the output format from a model's chat template."""
+"""Choice of a model's output format from its chat template, by the markers that only one family's template writes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 
 
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """What shows a format in a template. ``name``: the format. ``texts``: they must all occur."""
+
+    name: str
+    texts: tuple[str, ...]
+
+
+_TOOLS = (
+    _Sign("openai", ("<|channel|>", "<|message|>")),
+    _Sign("deepseek_v32", ("｜DSML｜",)),
+    _Sign("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
+    _Sign("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    _Sign("kimi_k2", ("<|tool_call_begin|>",)),
+    _Sign("minimax_m2", ("<minimax:tool_call>",)),
+    _Sign("glm47", ("<arg_key>", "</arg_key><arg_value>")),
+    _Sign("glm45", ("<arg_key>",)),
+    _Sign("seed_oss", ("<seed:tool_call>",)),
+    _Sign("qwen3_coder", ("<function=", "<parameter=")),
+    _Sign("gemma4", ("<|tool_call>call:",)),
+    _Sign("functiongemma", ("<start_function_call>",)),
+    _Sign("mistral", ("[TOOL_CALLS]", "[ARGS]")),
+    _Sign("mistral_list", ("[TOOL_CALLS]",)),
+    _Sign("cohere_command3", ("<|START_ACTION|>",)),
+    _Sign("command_r", ("Action: ```json",)),
+    _Sign("command_r", ("Action:", "tool_name", "<|START_OF_TURN_TOKEN|>")),
+    _Sign("nemotron_json", ("<TOOLCALL>",)),
+    _Sign("phi4_mini_json", ("functools[",)),
+    _Sign("phi4_mini", ("<|tool_call|>", "<|/tool_call|>")),
+    _Sign("granite", ("<|tool_call|>",)),
+    _Sign("granite-20b-fc", ("<function_call>",)),
+    _Sign("granite4", ("<tool_call>", "<|start_of_role|>")),
+    _Sign("lfm2", ("<|tool_call_start|>",)),
+    _Sign("olmo3", ("<function_calls>",)),
+    _Sign("hermes", ("<tool_call>",)),
+    _Sign("llama4_pythonic", ("<|header_start|>", "func_name1(")),
+    _Sign("llama4_json", ("<|header_start|>", '"parameters": ')),
+    _Sign("pythonic", ("func_name1(",)),
+    _Sign("llama3_json", ("<|start_header_id|>", '"parameters": ')),
+    _Sign("llama3_json", ("<|python_tag|>",)),
+)
+"""In the order in which they are tried: a family whose markers are another one's and more comes first."""
+
+_REASONING = (
+    _Sign("openai_gptoss", ("<|channel|>", "<|message|>")),
+    _Sign("mistral", ("[THINK]",)),
+    _Sign("cohere_command3", ("<|START_THINKING|>",)),
+    _Sign("gemma4", ("<|channel>",)),
+    _Sign("seed_oss", ("<seed:think>",)),
+    _Sign("granite", ("Here is my thought process",)),
+    _Sign("granite_tags", ("<think>", "<response>", "<|start_of_role|>")),
+    _Sign("kimi_k2", ("<think>", "<|tool_call_begin|>")),
+    _Sign("minimax_m2", ("</think>", "<minimax:tool_call>")),
+    _Sign("glm45", ("</think>", "<arg_key>")),
+    _Sign("deepseek_r1", ("</think>", "<｜Assistant｜>")),
+    _Sign("qwen3", ("</think>",)),
+    _Sign("qwen3", ("<think>",)),
+)
+
+
 def detect(template_source: str, special: Collection[str]) -> OutputFormat:
-    """Return the format whose markers the template writes. ``special``: texts of the tokenizer's control tokens."""
-    tools = TOOL_FORMATS["hermes"] if "<tool_call>" in template_source else None
-    reasoning = REASONING_FORMATS["qwen3"] if "</think>" in template_source or "<think>" in special else None
-    return OutputFormat(tools, reasoning)
+    """Return the format that a chat template writes; where it shows none, the one that control tokens show.
+
+    ``special``: texts of the tokenizer's added tokens, control tokens or not. A template that writes neither calls nor
+    reasoning, with a vocabulary that has no tokens for them, gives a format without both."""
+    tokens = "\n".join(special)
+    tools = _first(_TOOLS, template_source) or _first(_TOOLS, tokens)
+    reasoning = _first(_REASONING, template_source) or _first(_REASONING, tokens)
+    return OutputFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning))
+
+
+def _first(signs: Collection[_Sign], text: str) -> str:
+    return next((sign.name for sign in signs if all(each in text for each in sign.texts)), "")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
-from coordinator.output.calls import Context, Outcome, read_json_call
+from coordinator.output.calls import (
+    CallReading,
+    Context,
+    Outcome,
+    read_json_calls,
+    read_named_call,
+    read_pythonic_calls,
+)
 from coordinator.output.deltas import Delta, DeltaWriter
 from coordinator.output.formats import OutputFormat, ReasoningFormat, ToolFormat
-from coordinator.output.text_stream import SPACE, Markers, Reading, TextStream, markers
+from coordinator.output.harmony import MARKERS, HarmonyReader
+from coordinator.output.parameters import read_parameters_call
+from coordinator.output.prose import Prose
+from coordinator.output.text_stream import Markers, Reading, TextStream, markers
 from coordinator.requests.spec import Json
 
 
@@ -41,7 +51,12 @@ class OutputParser:
         context = None
         if tool_format is not None:
             context = Context(self._stream, self._writer, tool_format, schemas(tools), new_id)
-        reader = _Reader(self._stream, self._writer, context, reasoning)
+        reader: _Reader | HarmonyReader
+        if "channels" in (format.tools and format.tools.style, format.reasoning and format.reasoning.style):
+            self._known = list(MARKERS)
+            reader = HarmonyReader(self._stream, self._writer, context, reasoning is not None)
+        else:
+            reader = _Reader(self._stream, self._writer, context, reasoning)
         self._reading: Reading | None = reader.read(thinking)
         next(self._reading)
 
@@ -88,109 +103,139 @@ def _known_texts(tools: ToolFormat | None, reasoning: ReasoningFormat | None) ->
     """Return the texts that control tokens may be part of."""
     texts = list[str]()
     if tools is not None:
-        texts += [tools.begin, tools.end, *tools.also, *tools.section]
-        texts += [tools.after_name, tools.key, tools.after_key, tools.after_value, tools.quote]
+        texts += [tools.begin, tools.end, *tools.also, *tools.section, tools.id_marker, tools.quote]
+        texts += [tools.after_name, tools.key, tools.after_key, tools.after_value]
     if reasoning is not None:
-        texts += [reasoning.begin, reasoning.end]
+        texts += [reasoning.begin, reasoning.end, *reasoning.around_content]
     return [text for text in texts if text]
 
 
-class _Prose:
-    """Text between markers. Withholds whitespace until text follows it, so that it can be dropped before a marker."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._space: list[str] | None = []
-        """Whitespace withheld; None at a place where it is dropped."""
-        self.begun = False
-        """Whether there is text since the beginning or the last place where whitespace is dropped."""
-
-    def add(self, text: str) -> None:
-        if self._space is None:
-            text = text.lstrip(SPACE)
-            if not text:
-                return
-            self._space = []
-        body = text.rstrip(SPACE)
-        if body:
-            self.begun = True
-            self._write("".join([*self._space, body]))
-            self._space.clear()
-        if len(body) < len(text):
-            self._space.append(text[len(body) :])
-
-    def flush(self) -> None:
-        """Write the whitespace that was withheld."""
-        if self._space:
-            self._write("".join(self._space))
-            self._space = []
-
-    def drop(self) -> None:
-        """Drop whitespace here, on both sides."""
-        self._space = None
-        self.begun = False
-
-
 class _Reader:
-    """The generator that reads one output."""
+    """Reads an output of text, reasoning between tags, and calls between markers or without any."""
 
     def __init__(
         self, stream: TextStream, writer: DeltaWriter, context: Context | None, reasoning: ReasoningFormat | None
     ) -> None:
         self._stream = stream
         self._writer = writer
-        self._content = _Prose(writer.content)
+        self._content = Prose(writer.content, inner=context is not None)
         self._context = context
-        self._opening = () if context is None else context.format.opening
-        self._closing = () if context is None else context.format.closing
         self._reasoning = reasoning
+        self._opening: tuple[str, ...] = ()
+        self._triggers: tuple[str, ...] = ()
+        self._closing: tuple[str, ...] = ()
+        if context is not None:
+            self._opening, self._closing = context.format.opening, context.format.closing
+            self._triggers = (*self._opening, *context.format.also)
+        self._marked = bool(self._opening)
+        self._separator = "" if context is None or self._marked else context.format.between.strip()
 
     def read(self, thinking: bool) -> Reading:
         """Read the whole output."""
         yield
+        marker = ""
         if thinking and self._reasoning is not None:
-            yield from self._reason(self._reasoning)
+            yield from self._stream.accept(markers(self._reasoning.begin))
+            marker = yield from self._reason(self._reasoning)
         while True:
+            if marker in self._triggers:
+                marker = yield from self._calls(marker)
+                continue
+            if not self._marked and not self._content.begun and self._context is not None:
+                found = yield from self._unmarked_call(self._context)
+                if found is not None:
+                    marker = found
+                    continue
             marker = yield from self._stream.pass_until(self._expected(), self._content.add)
             if not marker:
                 self._content.flush()
                 return
             if self._reasoning is not None and marker == self._reasoning.begin:
-                yield from self._thought(marker, self._reasoning)
-            elif marker in self._opening:
-                yield from self._call(marker)
+                if self._content.begun and not self._reasoning.anywhere:
+                    self._content.add(marker)
+                else:
+                    marker = yield from self._reason(self._reasoning)
+            elif marker not in self._triggers:
+                self._content.mark()
 
     def _expected(self) -> Markers:
         """Return the markers that may follow in content. Those that end calls are searched for once there is a call."""
-        begin = "" if self._reasoning is None else self._reasoning.begin
-        closing = [text for text in self._closing if self._writer.calls and text[0] in "<["]
-        return markers(begin, *self._opening, *closing)
+        texts = list(self._triggers)
+        if self._reasoning is not None:
+            texts += [self._reasoning.begin, *self._reasoning.around_content]
+        if self._writer.calls:
+            texts += [text for text in self._closing if text[0] in "<["]
+        return markers(*texts)
 
-    def _thought(self, marker: str, format: ReasoningFormat) -> Reading:
-        if self._content.begun and not format.anywhere:
-            self._content.add(marker)
-        else:
-            yield from self._reason(format)
-
-    def _reason(self, format: ReasoningFormat) -> Reading:
-        prose = _Prose(self._writer.reasoning)
-        prose.drop()
-        if not (yield from self._stream.pass_until(markers(format.end), prose.add)):
+    def _reason(self, format: ReasoningFormat) -> Generator[None, None, str]:
+        """Read reasoning to its end. Return the marker of a call if that ended it."""
+        prose = Prose(self._writer.reasoning)
+        prose.mark()
+        calls = self._triggers if format.ended_by_call else ()
+        marker = yield from self._stream.pass_until(markers(format.end, *calls), prose.add)
+        if not marker:
             prose.flush()
-        self._content.drop()
+        self._content.mark()
+        return marker if marker in calls else ""
 
-    def _call(self, marker: str) -> Reading:
-        assert self._context is not None
-        self._stream.record(len(marker))
-        outcome: Outcome = yield from read_json_call(self._context)
+    def _unmarked_call(self, context: Context) -> Generator[None, None, str | None]:
+        """Read a call of a known tool that begins without a marker. Return the marker of the next call, "" if there is
+        none, or None if the text is no call."""
+        stream = self._stream
+        stream.record(0)
+        char = yield from stream.skip_space()
+        outcome: Outcome = "none"
+        if char == "[" and context.format.style == "pythonic":
+            outcome = yield from read_pythonic_calls(context, known_only=True)
+        elif char and char in "[{" and context.format.style == "json":
+            outcome = yield from read_json_calls(context, known_only=True)
         if outcome == "none":
-            self._content.add(self._stream.recorded())
-            return
+            self._content.add(stream.recorded())
+            return None
+        return (yield from self._after(outcome))
+
+    def _calls(self, marker: str) -> Generator[None, None, str]:
+        """Read what a marker introduces. Return the marker of the next call, or "" if none follows directly."""
+        assert self._context is not None
+        stream, style = self._stream, self._context.format.style
+        stream.record(len(marker))
+        rest = self._opening[self._opening.index(marker) + 1 :] if marker in self._opening else ()
+        while rest and (found := (yield from stream.accept(markers(*rest)))):
+            rest = rest[rest.index(found) + 1 :]
+        char = yield from stream.skip_space()
+        outcome: Outcome = "none"
+        if style == "json" or (char and char in "[{" and style != "pythonic"):
+            outcome = yield from read_json_calls(self._context)
+        elif not rest:
+            outcome = yield from _READERS[style](self._context)
+        if outcome == "none":
+            self._content.add(stream.recorded())
+            return ""
+        return (yield from self._after(outcome))
+
+    def _after(self, outcome: Outcome) -> Generator[None, None, str]:
+        """Read what belongs to a call behind it, surplus closing brackets too. Return the marker of the next call if
+        that ended a broken one."""
+        stream = self._stream
+        self._content.mark()
         if outcome == "broken":
-            yield from self._stream.pass_until(markers(*self._closing), _ignore)
-        else:
-            yield from self._stream.accept(markers(*self._closing))
-        self._content.drop()
+            marker = yield from stream.pass_until(markers(*self._triggers, *self._closing), _ignore)
+            if marker in self._triggers:
+                return marker
+        while (yield from stream.skip_space()) == "}":
+            stream.at += 1
+        for _ in self._closing:
+            yield from stream.accept(markers(*self._closing))
+        if self._separator:
+            yield from stream.accept(markers(self._separator))
+        return ""
+
+
+_READERS: dict[str, Callable[[Context], CallReading]] = {
+    "named": read_named_call,
+    "parameters": read_parameters_call,
+    "pythonic": read_pythonic_calls,
+}
 
 
 def _ignore(_: str) -> None:
