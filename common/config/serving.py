@@ -46,6 +46,20 @@ class ServingOptions:
         "model",
         shown_default="the model's",
     )
+    tool_call_parser: str = option(
+        "auto",
+        "format in which the model writes tool calls, by its name in vLLM; none: calls are not parsed",
+        TEXT,
+        "model",
+        shown_default="auto: found from the chat template",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "format in which the model writes its reasoning, by its name in vLLM; none: reasoning is not parsed",
+        TEXT,
+        "model",
+        shown_default="auto: found from the chat template",
+    )
     local_prefill: LocalPrefill = option(
         "auto",
         "whether decode workers prefill prompts themselves: auto (if estimated to be faster), never, or always",

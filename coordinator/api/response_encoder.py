@@ -15,28 +15,31 @@ import msgspec
 from common.core.ids import unpack_tokens
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
+from coordinator.api.delta_encoder import delta_members, encode
+from coordinator.output.deltas import Delta
 from coordinator.requests.spec import Json, Options
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
 
-encode = msgspec.json.Encoder().encode
 _FLOOR = -9999.0
 """Lower bound of the log-probabilities sent, because JSON has no minus infinity. The value is OpenAI's."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """One token of a response. ``text`` is what it adds to the visible text and may be empty."""
+    """One token of a response. ``text`` is what it adds to the visible text and may be empty. ``delta``: all that it
+    adds, of a choice whose output is parsed (:mod:`coordinator.api.parsed_choice`)."""
 
     text: str
     token: int
     logprobs: Logprobs | None
+    delta: Delta | None = None
 
 
 class Choice:
     """The state of one choice: incremental detokenization, stop strings, and the text and token ids so far."""
 
-    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "finish_reason", "ids", "index", "logprobs",
-                 "prompt", "sent_chars", "text")  # fmt: skip
+    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "delta", "finish_reason", "ids", "index",
+                 "logprobs", "prompt", "reasoning_tokens", "sent_chars", "text")  # fmt: skip
 
     def __init__(
         self, index: int, prompt: list[int], options: Options, text: TextModel, stops: StopStrings | None
@@ -52,6 +55,10 @@ class Choice:
         followed by a comma."""
         self.sent_chars = 0
         self.finish_reason: str | None = None
+        self.delta: Delta | None = None
+        """What the last token adds, of a parsed output."""
+        self.reasoning_tokens: int | None = None
+        """Tokens of reasoning so far, None if the output has no reasoning that can be told from its content."""
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> Iterator[Piece]:
         """Yield one :class:`Piece` per token, up to the token that ends the choice. ``finish`` belongs to the last
@@ -63,16 +70,18 @@ class Choice:
             logprob = logprobs[at] if at < len(logprobs) else None
             self.ids.append(token)
             self.text.append(text)
-            if stopped:
-                self.finish_reason = "stop"
-            elif ends:
-                self.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
-            yield Piece(text, token, logprob)
+            if stopped or ends:
+                self._end(by_length=not stopped and finish is FinishReason.LENGTH)
+            yield Piece(text, token, logprob, self.delta)
             if stopped:
                 return
         if not ids and finish is not FinishReason.RUNNING:
             self.text.append(self._rest())
-            self.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
+            self._end(by_length=finish is FinishReason.LENGTH)
+
+    def message(self) -> Json:
+        """Return OpenAI's message of a whole answer."""
+        return {"role": "assistant", "content": "".join(self.text), "refusal": None}
 
     @property
     def stopped(self) -> bool:
@@ -98,15 +107,21 @@ class Choice:
         text = "" if stop_token and not self._include_stop else self._detokenizer.push(token)
         if ends:
             text += self._detokenizer.finish()
+        return (text, False) if self._window is None else self._windowed(text, ends)
+
+    def _windowed(self, text: str, ends: bool) -> tuple[str, bool]:
+        """Return what may be sent of ``text``, which the present token adds, and whether a stop string is complete."""
         window = self._window
-        if window is None:
-            return text, False
+        assert window is not None
         if len(self.ids) + 1 <= self._min_tokens:
             return window.let_pass(text), False
         shown, stopped = window.push(text)
         if ends and not stopped:
             shown += window.finish()
         return shown, stopped
+
+    def _end(self, *, by_length: bool) -> None:
+        self.finish_reason = "length" if by_length else "stop"
 
     def _rest(self) -> str:
         rest = self._detokenizer.finish()
@@ -159,20 +174,25 @@ def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request."""
+    """Token counts of one HTTP request. ``reasoning``: those of ``completion`` that are reasoning, None if the model
+    has no reasoning that can be told from its content."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int | None = None
 
     def json(self) -> Json:
         """Return OpenAI's ``usage`` object."""
-        return {
+        usage: Json = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self.reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+        return usage
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -267,7 +287,7 @@ class ChatShape:
             logprobs = {"content": choice.take_logprobs("content"), "refusal": None}
         shown: Json = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": choice.message(),
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
         }
@@ -281,10 +301,8 @@ class ChatShape:
             logprobs = encode({"content": content, "refusal": None})
         parts = [
             self._chunks.start,
-            b'{"index":%d,"delta":{"role":"assistant","content":' % choice.index
-            if first
-            else b'{"index":%d,"delta":{"content":' % choice.index,
-            encode(piece.text),
+            (b'{"index":%d,"delta":{"role":"assistant",' if first else b'{"index":%d,"delta":{') % choice.index,
+            b'"content":' + encode(piece.text) if piece.delta is None else delta_members(piece.delta, first),
             b'},"logprobs":',
             logprobs,
             b',"finish_reason":null',

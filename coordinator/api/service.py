@@ -21,9 +21,10 @@ from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError, StartError
 from common.core.request import SamplingParams
 from common.kv.prefix import Chain, chain_root
+from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import JsonBudget, refuse
 from coordinator.api.openai import parse_chat
-from coordinator.api.response_encoder import encode
+from coordinator.api.parsed_choice import OutputReading
 from coordinator.cluster.registry import Registry
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 from coordinator.routing.router import Chains
@@ -70,7 +71,13 @@ class ServedModel:
         self.checkpoint, self.workers = checkpoint, workers
         self.name = config.served_name
         self.created = int(time.time())
-        self.text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size, chat_template=config.chat_template)
+        self.text = TextModel(
+            checkpoint.path,
+            vocab_size=checkpoint.vocab_size,
+            chat_template=config.chat_template,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
         self.eos_token_ids = checkpoint.eos_token_ids
         self.defaults = _defaults(checkpoint)
         self._limit = min(config.max_model_len or checkpoint.position_limit, checkpoint.position_limit)
@@ -135,6 +142,15 @@ class ServedModel:
             raise _too_long(text, "messages") from None
         self.check_chars(chat.chars, "messages")
         return chat
+
+    def reading(self, body: ChatBody, chat: ChatText) -> OutputReading | None:
+        """Return how the outputs of ``body``, rendered as ``chat``, are parsed. None if they are only text: the model
+        has no reasoning, and it cannot call tools or the way in which it writes calls is not known."""
+        form = self.text.output
+        tools = body.tool_use if form.tools else None
+        if tools is None and form.reasoning is None:
+            return None
+        return OutputReading(form, tools, chat.thinking, body.include_reasoning)
 
     async def chat_prompt(self, chat: ChatText) -> list[int]:
         """Return the token ids of a rendered chat."""

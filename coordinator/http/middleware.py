@@ -20,7 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError
 from common.net.hosts import is_loopback
-from coordinator.api.response_encoder import encode
+from coordinator.api.delta_encoder import encode
 from coordinator.http.cors import Cors
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.reply import error_body

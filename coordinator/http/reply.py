@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from common.core.errors import RequestError
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
-from coordinator.api.response_encoder import Choice, Shape, Usage, encode
+from coordinator.api.delta_encoder import encode
+from coordinator.api.response_encoder import Choice, Shape, Usage
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import Json, Options
 
@@ -67,10 +68,12 @@ class Reply:
 
     def usage(self) -> Usage:
         """Return the token counts so far."""
+        reasoning = [each.reasoning_tokens for each in self._choices.values() if each.reasoning_tokens is not None]
         return Usage(
             prompt=sum(record.prompt_length for record in self.records),
             completion=self._completion_tokens,
             cached=sum(int(record.timings.get("cached_tokens", 0)) for record in self.records),
+            reasoning=sum(reasoning) if reasoning else None,
         )
 
     def metrics(self) -> Json:

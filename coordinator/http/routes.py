@@ -18,6 +18,7 @@ from common.core.ids import new_request_id, pack_tokens
 from common.core.request import SamplingParams
 from coordinator.api.fields import JsonBudget
 from coordinator.api.openai import parse_completion
+from coordinator.api.parsed_choice import OutputReading, ParsedChoice
 from coordinator.api.response_encoder import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.api.service import ServedModel
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body, read_timeout
@@ -34,6 +35,10 @@ routes = web.RouteTableDef()
 
 RETRY_COUNT = "x-stainless-retry-count"
 """Request header with the number of earlier attempts, sent by clients such as those of OpenAI and Anthropic."""
+EXTRA_HEADERS = web.RequestKey("extra headers", dict[str, str])
+"""Headers of the response that depend on the request alone."""
+UNPARSED_TOOLS = {"x-tandem-tools": "unparsed"}
+"""Header of an answer that may have tool calls in its content, because the model's way to write them is not known."""
 
 
 @routes.post("/v1/chat/completions")
@@ -44,15 +49,19 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     _refuse_when_draining(services)
     model = services.model
 
-    def read(fields: Json, budget: JsonBudget) -> tuple[Options, ChatText]:
+    def read(fields: Json, budget: JsonBudget) -> tuple[Options, ChatText, OutputReading | None, bool]:
         body = model.parse_chat(fields, budget)
-        return body.options, model.chat_text(body)
+        text = model.chat_text(body)
+        unparsed = body.tool_use is not None and model.text.output.tools is None
+        return body.options, text, model.reading(body, text), unparsed
 
-    options, text = await read_body(request, read, templated=True)
+    options, text, reading, unparsed = await read_body(request, read, templated=True)
+    if unparsed:
+        request[EXTRA_HEADERS] = UNPARSED_TOOLS
     prompts = [await model.chat_prompt(text)]
     del text  # release its memory: the answer may take long
     shape = ChatShape(_head("chatcmpl", model), options, model.text)
-    return await _answer(request, arrived_at, prompts, "messages", options, shape)
+    return await _answer(request, arrived_at, prompts, "messages", options, shape, reading)
 
 
 @routes.post("/v1/completions")
@@ -107,14 +116,19 @@ async def _answer(
     prompt_field: str,
     options: Options,
     shape: Shape,
+    reading: OutputReading | None = None,
 ) -> web.StreamResponse:
-    """Submit one record per prompt, all together, and return the response, whole or as a stream."""
+    """Submit one record per prompt, all together, and return the response, whole or as a stream. ``reading``: how
+    outputs are parsed, None if they are only text."""
     services = request.app[SERVICES]
     model = services.model
     stops = StopStrings(options.stop, options.include_stop) if options.stop else None
 
     def choice(index: int) -> Choice:
-        return Choice(index, prompts[index // options.n], options, model.text, stops)
+        prompt = prompts[index // options.n]
+        if reading is None:
+            return Choice(index, prompt, options, model.text, stops)
+        return ParsedChoice(index, prompt, options, model.text, stops, reading)
 
     reply = (StreamReply if options.stream else WholeReply)(options, shape, len(prompts) * options.n, choice)
     records = []
@@ -188,7 +202,11 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
 def _headers(request: web.Request, reply: Reply) -> dict[str, str]:
     """Return the ``x-`` headers of a response. The path and the workers are those of the first record."""
     record = reply.records[0]
-    headers = {"x-request-id": request[REQUEST_ID], "x-tandem-path": record.path}
+    headers = {
+        "x-request-id": request[REQUEST_ID],
+        "x-tandem-path": record.path,
+    }
+    headers |= request.get(EXTRA_HEADERS, {})
     if (placement := record.placement) is not None:
         headers["x-tandem-prefill"] = (placement.prefill or placement.decode).hello.name
         headers["x-tandem-decode"] = "none" if record.path == "prefill" else placement.decode.hello.name

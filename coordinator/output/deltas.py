@@ -36,6 +36,8 @@ class DeltaWriter:
     def __init__(self) -> None:
         self.calls = 0
         """Calls begun so far."""
+        self.in_reasoning = False
+        """Whether the text read next is reasoning."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._deltas: list[CallDelta] = []

@@ -101,7 +101,10 @@ class HarmonyReader:
             (self._writer.reasoning if place == "reasoning" else self._writer.content)(separator + text)
             separator = ""
 
-        return (yield from self._stream.pass_until(_END, write))
+        self._writer.in_reasoning = place == "reasoning"
+        ended_by = yield from self._stream.pass_until(_END, write)
+        self._writer.in_reasoning = False
+        return ended_by
 
 
 def _may_be_header(text: str) -> bool:

@@ -65,6 +65,11 @@ class OutputParser:
         """Whether the output contains a tool call."""
         return self._writer.calls > 0
 
+    @property
+    def reasoning(self) -> bool:
+        """Whether the output is inside reasoning now."""
+        return self._writer.in_reasoning
+
     def push(self, text: str, special: bool = False) -> Delta:
         """Return what ``text``, the text of the next token, adds. ``special``: it is a control token; one that is no
         part of a marker is dropped."""
@@ -135,6 +140,7 @@ class _Reader:
         yield
         marker = ""
         if thinking and self._reasoning is not None:
+            self._writer.in_reasoning = True
             yield from self._stream.accept(markers(self._reasoning.begin))
             marker = yield from self._reason(self._reasoning)
         while True:
@@ -172,7 +178,9 @@ class _Reader:
         prose = Prose(self._writer.reasoning)
         prose.mark()
         calls = self._triggers if format.ended_by_call else ()
+        self._writer.in_reasoning = True
         marker = yield from self._stream.pass_until(markers(format.end, *calls), prose.add)
+        self._writer.in_reasoning = False
         if not marker:
             prose.flush()
         self._content.mark()

@@ -24,6 +24,7 @@ from common.core.errors import RequestError, StartError
 from coordinator.requests.spec import ChatBody
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.control_tokens import ControlTokens
+from coordinator.text.output_format import AUTO, choose_format, ends_in_reasoning, marker_tokens
 from coordinator.text.slices import SLICE_CHARS, encode_slices
 from coordinator.text.templates import ChatTemplates, template_sources
 from coordinator.text.token_names import make_special, read_token_names
@@ -49,16 +50,26 @@ MAX_WINDOW_TOKENS = 32
 @dataclass(frozen=True, slots=True)
 class ChatText:
     """A rendered chat. ``text``: the prompt with control tokens under their secret names. ``chars``: its length before
-    they were renamed."""
+    they were renamed. ``thinking``: whether the output continues reasoning that the prompt has opened."""
 
     text: str
     chars: int
+    thinking: bool = False
 
 
 class TextModel:
-    """Tokenizer and chat template of one checkpoint directory. Raises StartError if they cannot be loaded."""
+    """Tokenizer, chat templates and output format of one checkpoint directory. Raises StartError if they cannot be
+    loaded. ``chat_template``, ``tool_call_parser`` and ``reasoning_parser``: the options of these names."""
 
-    def __init__(self, directory: Path, *, vocab_size: int, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        vocab_size: int,
+        chat_template: str | None = None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # encode in the calling thread, a lane
         self.directory, self.vocab_size = directory, vocab_size
         self.tokenizer = _load_tokenizer(directory)
@@ -74,8 +85,13 @@ class TextModel:
         """Maximum characters of a prompt per token, averaged over the whole prompt."""
         self._bytes: dict[int, bytes] = {}
         self._around = _around(self.tokenizer)
-        self._control = ControlTokens(self.tokenizer, special | self._names.control)
-        self.templates = self._load_templates(template_sources(directory, chat_template))
+        sources = template_sources(directory, chat_template)
+        tokens = {token.content for token in added.values()}
+        self.output = choose_format(sources, tokens, tool_call_parser, reasoning_parser)
+        """How the model writes tool calls and reasoning, as far as it is known."""
+        markers = marker_tokens(self.output.tools, tokens)
+        self._control = ControlTokens(self.tokenizer, special | self._names.control | markers)
+        self.templates = self._load_templates(sources)
 
     # -- to tokens ------------------------------------------------------------------------------------------------
 
@@ -109,7 +125,7 @@ class TextModel:
             continue_final_message=body.continue_final_message,
             most=most,
         )
-        return ChatText(self._control.spell(text), len(text))
+        return ChatText(self._control.spell(text), len(text), ends_in_reasoning(text, body, self.output))
 
     def chat_slices(self, chat: ChatText) -> Iterator[list[int]]:
         """Yield the ids of a rendered chat, one slice at a time. Only control tokens that the template wrote are

@@ -147,7 +147,13 @@ def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
         TextModel,  # imports the tokenizers library: after all cheaper checks
     )
 
-    TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size, chat_template=config.chat_template)
+    TextModel(
+        checkpoint.path,
+        vocab_size=checkpoint.vocab_size,
+        chat_template=config.chat_template,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:

@@ -1,0 +1,298 @@
+"""Answers with tool calls and reasoning over real sockets: whole bodies, stream chunks, and how such a choice ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.net.messages import Abort
+from coordinator.api.openai import parse_chat
+from coordinator.api.parsed_choice import ParsedChoice
+from coordinator.api.response_encoder import Choice
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, letters, open_cluster, until, valid
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>"
+    "{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|assistant|>THINK{% endif %}"
+)
+PLAIN = TEMPLATE.replace("THINK", "")
+REASONS = TEMPLATE.replace("THINK", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
+OPENS = TEMPLATE.replace("THINK", "<think>\n")
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+ASKED = {**HELLO, "tools": [WEATHER]}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen, \\"west\\""}}\n</tool_call>'
+
+
+class Talk:
+    """A cluster whose workers write ``text``."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+
+    async def whole(self, asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the only choice, and the whole body."""
+        response, body = await self.cluster.post(CHAT, asked)
+        assert response.status == 200, body
+        valid("CreateChatCompletionResponse", body)
+        return body["choices"][0], body
+
+    async def streamed(self, asked: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the message that a client puts together from the deltas, and the deltas of all tokens."""
+        _, events = await self.cluster.stream(CHAT, asked)
+        for event in events:
+            valid("CreateChatCompletionStreamResponse", event)
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert deltas[0]["role"] == "assistant" and "content" in deltas[0]
+        assert all("role" not in delta for delta in deltas[1:]) and events[-1]["choices"][0]["delta"] == {}
+        return {**put_together(deltas), "finish_reason": events[-1]["choices"][0]["finish_reason"]}, deltas
+
+
+def put_together(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": None, "calls": []}
+    for delta in deltas:
+        for name in ("content", "reasoning_content", "reasoning"):
+            if delta.get(name) is not None:
+                message[name] = (message.get(name) or "") + delta[name]
+        for part in delta.get("tool_calls", ()):
+            function = part["function"]
+            assert isinstance(function["arguments"], str)
+            if part["index"] == len(message["calls"]):
+                assert part["type"] == "function" and part["id"].startswith("call_") and function["name"]
+                message["calls"].append({"id": part["id"], "name": function["name"], "arguments": ""})
+            else:
+                assert part["index"] == len(message["calls"]) - 1, "calls come one after the other"
+                assert part.keys() == {"index", "function"} and function.keys() == {"arguments"}
+            message["calls"][part["index"]]["arguments"] += function["arguments"]
+    return message
+
+
+async def talk(cluster: FakeCluster, text: str, **options: Any) -> Talk:
+    for role in ("prefill", "decode"):
+        await cluster.add(role, script=letters(text), **options)  # type: ignore[arg-type]
+    return Talk(cluster)
+
+
+@pytest.fixture
+async def tools(model: Path) -> AsyncIterator[FakeCluster]:
+    async with open_cluster(model, chat_template=PLAIN) as cluster:
+        yield cluster
+
+
+# -- calls --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_alone(tools: FakeCluster) -> None:
+    talker = await talk(tools, CALL)
+    choice, body = await talker.whole(ASKED)
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    assert message["content"] is None and choice["finish_reason"] == "tool_calls"
+    assert re.fullmatch("call_[a-zA-Z0-9]{24}", call["id"])
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert "reasoning_content" not in message and "completion_tokens_details" not in body["usage"]
+    message, deltas = await talker.streamed(ASKED)
+    assert len(deltas) == len(CALL) + 1, "a chunk per token, that of the end too"
+    assert message["content"] is None and message["finish_reason"] == "tool_calls"
+    assert [(call["name"], call["arguments"]) for call in message["calls"]] == [("weather", '{"city": "Oslo"}')]
+
+
+async def test_text_and_several_calls(tools: FakeCluster) -> None:
+    talker = await talk(tools, f"Let me look. {CALL}\n{OTHER}")
+    choice, _ = await talker.whole(ASKED)
+    assert choice["message"]["content"] == "Let me look."
+    cities = [json.loads(call["function"]["arguments"])["city"] for call in choice["message"]["tool_calls"]]
+    assert cities == ["Oslo", 'Bergen, "west"']
+    message, _ = await talker.streamed(ASKED)
+    assert message["content"] == "Let me look."
+    assert [json.loads(call["arguments"])["city"] for call in message["calls"]] == cities
+    assert len({call["id"] for call in message["calls"]}) == 2
+
+
+async def test_without_parallel_calls_the_second_ends_the_answer(tools: FakeCluster) -> None:
+    talker = await talk(tools, CALL + OTHER + "x" * 200)
+    asked = {**ASKED, "parallel_tool_calls": False}
+    choice, body = await talker.whole(asked)
+    assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+    assert body["usage"]["completion_tokens"] < len(CALL + OTHER)
+    await until(lambda: tools.workers[1].got(Abort), "decode gets the Abort")
+    message, _ = await talker.streamed(asked)
+    assert len(message["calls"]) == 1 and message["finish_reason"] == "tool_calls"
+
+
+async def test_several_choices_have_calls_of_their_own(tools: FakeCluster) -> None:
+    talker = await talk(tools, CALL)
+    _, body = await talker.whole({**ASKED, "n": 3})
+    ids = [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]]
+    assert len(set(ids)) == 3
+    _, events = await tools.stream(CHAT, {**ASKED, "n": 3})
+    for index in range(3):
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert put_together([choice["delta"] for choice in mine])["calls"][0]["arguments"] == '{"city": "Oslo"}'
+        assert mine[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_without_a_call_is_plain(tools: FakeCluster) -> None:
+    talker = await talk(tools, "It is <b>warm</b> ")
+    choice, _ = await talker.whole(ASKED)
+    assert choice["message"] == {"role": "assistant", "content": "It is <b>warm</b> ", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    message, _ = await talker.streamed(ASKED)
+    assert (message["content"], message["calls"], message["finish_reason"]) == ("It is <b>warm</b> ", [], "stop")
+
+
+async def test_a_call_that_is_cut_ends_by_length_with_valid_arguments(tools: FakeCluster) -> None:
+    talker = await talk(tools, CALL)
+    asked = {**ASKED, "max_tokens": CALL.index("lo") + 1}
+    choice, _ = await talker.whole(asked)
+    assert choice["finish_reason"] == "length"
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Osl"}
+    message, deltas = await talker.streamed(asked)
+    assert json.loads(message["calls"][0]["arguments"]) == {"city": "Osl"} and message["finish_reason"] == "length"
+    assert len(deltas) == asked["max_tokens"]
+
+
+@pytest.mark.parametrize("asked", [HELLO, {**ASKED, "tool_choice": "none"}])
+async def test_without_tools_markers_are_text(tools: FakeCluster, asked: dict[str, Any]) -> None:
+    talker = await talk(tools, CALL)
+    choice, _ = await talker.whole(asked)
+    assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    _, deltas = await talker.streamed(asked)
+    assert [delta["content"] for delta in deltas] == [*CALL, ""]
+
+
+async def test_stop_strings_are_found_in_the_content_alone(tools: FakeCluster) -> None:
+    talker = await talk(tools, f"So: {CALL} and Oslo is cold")
+    asked = {**ASKED, "stop": ["Oslo", "weather"]}
+    choice, _ = await talker.whole(asked)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert choice["message"]["content"] == "So:and " and choice["finish_reason"] == "tool_calls"
+    message, _ = await talker.streamed(asked)
+    assert (message["content"], len(message["calls"])) == ("So:and ", 1)
+
+
+async def test_each_token_has_its_logprobs_and_id(tools: FakeCluster) -> None:
+    talker = await talk(tools, CALL)
+    asked = {**ASKED, "logprobs": True, "return_token_ids": True}
+    choice, _ = await talker.whole(asked)
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == len(CALL) + 1
+    _, events = await tools.stream(CHAT, asked)
+    assert all(len(event["choices"][0]["logprobs"]["content"]) == 1 for event in events[:-1])
+    assert [event["choices"][0]["token_ids"][0] for event in events[:-1]] == choice["token_ids"]
+
+
+async def test_a_model_of_unknown_tool_format_says_so(model: Path) -> None:
+    async with open_cluster(model) as cluster:  # the template of the fake checkpoint writes no calls
+        await talk(cluster, CALL)
+        response, body = await cluster.post(CHAT, ASKED)
+        assert response.headers["x-tandem-tools"] == "unparsed"
+        assert body["choices"][0]["message"]["content"] == CALL
+        assert "x-tandem-tools" not in (await cluster.post(CHAT, HELLO))[0].headers
+        assert "x-tandem-tools" not in (await cluster.post(CHAT, {**ASKED, "tool_choice": "none"}))[0].headers
+        response, _ = await cluster.stream(CHAT, ASKED)
+        assert response.headers["x-tandem-tools"] == "unparsed"
+
+
+async def test_the_parser_can_be_chosen_or_turned_off(model: Path) -> None:
+    async with open_cluster(model, tool_call_parser="hermes") as cluster:
+        choice, _ = await (await talk(cluster, CALL)).whole(ASKED)
+        assert choice["message"]["tool_calls"]
+    async with open_cluster(model, chat_template=OPENS, tool_call_parser="none", reasoning_parser="none") as cluster:
+        await talk(cluster, CALL)
+        response, body = await cluster.post(CHAT, ASKED)
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+        assert response.headers["x-tandem-tools"] == "unparsed"
+
+
+# -- reasoning ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("template", "opened"), [(REASONS, "<think>"), (OPENS, "")])
+async def test_reasoning_is_apart_from_content(model: Path, template: str, opened: str) -> None:
+    async with open_cluster(model, chat_template=template) as cluster:
+        said = f"{opened}\nHm, well.\n</think>\n\nYes."
+        talker = await talk(cluster, said)
+        choice, body = await talker.whole(HELLO)
+        message = choice["message"]
+        assert message["content"] == "Yes." and choice["finish_reason"] == "stop"
+        assert message["reasoning_content"] == message["reasoning"] == "Hm, well."
+        tokens = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert tokens == pytest.approx(said.index("</think>") + len("</think>"), abs=len(opened))
+        message, deltas = await talker.streamed({**HELLO})
+        assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm, well.")
+        assert message["reasoning"] == "Hm, well." and len(deltas) == len(said) + 1
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        _, events = await cluster.stream(CHAT, {**HELLO, "stream_options": options})
+        counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events]
+        assert counts == sorted(counts) and counts[-1] == tokens
+
+
+async def test_reasoning_and_a_call(model: Path) -> None:
+    async with open_cluster(model, chat_template=OPENS) as cluster:
+        talker = await talk(cluster, f"I look it up.</think>\n\n{CALL}")
+        choice, _ = await talker.whole(ASKED)
+        message = choice["message"]
+        assert (message["content"], message["reasoning"]) == (None, "I look it up.")
+        assert len(message["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+        message, _ = await talker.streamed(ASKED)
+        assert (message["content"], message["reasoning"], len(message["calls"])) == (None, "I look it up.", 1)
+
+
+async def test_reasoning_may_be_left_out(model: Path) -> None:
+    async with open_cluster(model, chat_template=OPENS) as cluster:
+        talker = await talk(cluster, "Hm.</think>Yes.")
+        asked = {**HELLO, "include_reasoning": False}
+        choice, body = await talker.whole(asked)
+        assert choice["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        message, deltas = await talker.streamed(asked)
+        assert message == {"content": "Yes.", "calls": [], "finish_reason": "stop"} and len(deltas) == 16
+
+
+async def test_reasoning_is_off_where_the_template_closes_it(model: Path) -> None:
+    async with open_cluster(model, chat_template=REASONS) as cluster:
+        talker = await talk(cluster, "Yes.")
+        choice, _ = await talker.whole({**HELLO, "chat_template_kwargs": {"enable_thinking": False}})
+        assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Yes.", None)
+
+
+async def test_stop_strings_are_not_looked_for_in_reasoning(model: Path) -> None:
+    async with open_cluster(model, chat_template=OPENS) as cluster:
+        talker = await talk(cluster, "One or two?</think>One. Two.")
+        choice, _ = await talker.whole({**HELLO, "stop": "two"})
+        assert choice["message"]["content"] == "One. Two."
+        choice, _ = await talker.whole({**HELLO, "stop": " "})
+        assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("One.", "One or two?")
+
+
+async def test_a_client_cannot_open_reasoning_by_typing_its_marker(model: Path) -> None:
+    async with open_cluster(model, chat_template=REASONS.replace("<|end|>", "")) as cluster:
+        served = cluster.services.model
+        for content in ("x", "<think>"):
+            for generation in (True, False):
+                asked = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": generation}
+                assert not served.chat_text(parse_chat(asked)).thinking
+        said = {"role": "assistant", "content": "<think>Hm"}
+        asked = {"messages": [*HELLO["messages"], said], "continue_final_message": True}
+        assert served.chat_text(parse_chat(asked)).thinking
+        said["content"] = "<think>Hm</think>"
+        assert not served.chat_text(parse_chat(asked)).thinking
+
+
+async def test_no_parser_exists_without_need(tools: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[type] = []
+    init = Choice.__init__
+    monkeypatch.setattr(Choice, "__init__", lambda self, *args: (made.append(type(self)), init(self, *args))[1])
+    talker = await talk(tools, "hi")
+    await talker.whole(HELLO)
+    await talker.whole(ASKED)
+    assert made == [Choice, ParsedChoice]
