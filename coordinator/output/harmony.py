@@ -55,9 +55,9 @@ class HarmonyReader:
         while not parts:
             found = _HEADER.find(stream.text, stream.at)
             end = found.start() if found else len(stream.text) - _HEADER.held(stream.text, stream.at)
-            if not _may_be_header(stream.text[stream.at : end]):
+            if not _may_be_header(stream.text[stream.at : end]) or (stream.ended and not found):
                 return None
-            if found or stream.ended:
+            if found:
                 break
             yield
         while True:

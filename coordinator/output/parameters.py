@@ -186,13 +186,13 @@ def _corrected(text: str, types: Collection[str] | None) -> str:
     if not text or not wanted or (text[0] not in "[{" and text not in ("True", "False", "None")):
         return ""
     stream, parts = TextStream(), list[str]()
-    stream.push(text)
+    stream.push(text + "\n")
     stream.ended = True
     reading = read_value(stream, parts.append)
     try:
         next(reading)
     except StopIteration as stop:
-        return "".join(parts) if stop.value and stream.at == len(stream.text) else ""
+        return "".join(parts) if stop.value and stream.at >= len(text) else ""
     return ""
 
 

@@ -18,7 +18,7 @@ SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class Markers:
-    """A set of marker texts to search for. No marker may be contained in another one."""
+    """A set of marker texts to search for. None may be the beginning of another one."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self.texts = texts
@@ -101,12 +101,12 @@ class TextStream:
         ended."""
         while True:
             found = searched.find(self.text, self.at)
-            if found is not None:
+            end = len(self.text) - (0 if self.ended else searched.held(self.text, self.at))
+            if found is not None and found.start() <= end:
                 if found.start() > self.at:
                     emit(self.prose(found.start()))
                 self.at = found.end()
                 return found.group()
-            end = len(self.text) - (0 if self.ended else searched.held(self.text, self.at))
             if end > self.at:
                 emit(self.prose(end))
             if self.ended:

@@ -28,8 +28,10 @@ _PLAIN_SINGLE = re.compile(r"[^'\\\x00-\x1f]+")
 _WORD = re.compile(r"[^\s,:=()\[\]{}\"'<>;]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_NO_JSON_NUMBERS = frozenset({"nan", "inf", "-inf", "infinity", "-infinity"})
 _JSON_ESCAPES = frozenset('"\\/bfnrt')
 _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
+_HEXADECIMAL = re.compile("[0-9a-fA-F]*")
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _CLOSERS = {"{": ("}", "}"), "[": ("]", "]"), "(": (")", "]")}
 """Closing bracket in the notation and in JSON."""
@@ -60,13 +62,11 @@ def scalar(word: str) -> str:
         return _CONSTANTS[word]
     if _NUMBER.fullmatch(word):
         return word
-    for convert in (lambda: int(word, 0), lambda: float(word)):
-        try:
-            number = convert()
-        except (ValueError, OverflowError):
-            continue
-        return str(number) if math.isfinite(number) else "null"
-    return f'"{encode(word)}"'
+    try:
+        number = float(word) if "." in word or word.lower() in _NO_JSON_NUMBERS else int(word, 0)
+    except ValueError:
+        return f'"{encode(word)}"'
+    return str(number) if math.isfinite(number) else "null"
 
 
 def read_value(stream: TextStream, emit: Emit, notation: Notation = JSON) -> Generator[None, None, bool]:
@@ -129,17 +129,19 @@ def _escape(stream: TextStream, emit: Emit, python: bool) -> Reading:
         yield
     char = stream.text[stream.at + 1]
     digits = _HEX_DIGITS.get(char, 0) if python or char == "u" else 0
-    while digits and len(stream.text) - stream.at < 2 + digits and not stream.ended:
+    while True:
+        code = stream.text[stream.at + 2 : stream.at + 2 + digits]
+        hexadecimal = _HEXADECIMAL.fullmatch(code) is not None
+        if not hexadecimal or len(code) == digits or stream.ended:
+            break
         yield
-    code = stream.text[stream.at + 2 : stream.at + 2 + digits]
-    if digits:
-        if len(code) == digits and re.fullmatch("[0-9a-fA-F]+", code) and int(code, 16) < 0x110000:
-            stream.at += 2 + digits
-            emit(f"\\u{code}" if char == "u" else encode(chr(int(code, 16))))
-            return
-        if stream.ended and len(code) < digits:
-            stream.at = len(stream.text)
-            return
+    if hexadecimal and len(code) < digits:
+        stream.at = len(stream.text)
+        return
+    if digits and hexadecimal and int(code, 16) < 0x110000:
+        stream.at += 2 + digits
+        emit(f"\\u{code}" if char == "u" else encode(chr(int(code, 16))))
+        return
     stream.at += 2
     if python and char in _PYTHON_ESCAPES:
         emit(encode(_PYTHON_ESCAPES[char]))
@@ -192,7 +194,7 @@ class _Reader:
                 following = yield from self._key(char)
             else:
                 following = yield from self._value(char)
-        rest = {"colon": ": null", "value": "null"}.get(state, "")
+        rest = {"colon": ": null", "value": " null" if self._closers else "null"}.get(state, "")
         self._emit(rest + "".join(closer for _, closer in reversed(self._closers)))
         return False
 

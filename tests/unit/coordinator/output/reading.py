@@ -108,17 +108,22 @@ def cuts(text: str, control: Sequence[str] = (), *, rounds: int = 4) -> Iterator
         for place in range(1, 0 if special else len(piece)):
             yield [*whole[:number], (piece[:place], False), (piece[place:], False), *whole[number + 1 :]]
     yield [each for piece, special in whole for each in ([(piece, True)] if special else [(c, False) for c in piece])]
-    chance = random.Random(54)
-    for most in range(2, 2 + rounds):
-        tokens = list[tuple[str, bool]]()
-        for piece, special in whole:
-            while piece and not special:
-                size = chance.randint(1, 2 * most)
-                tokens.append((piece[:size], False))
-                piece = piece[size:]
-            if special:
-                tokens.append((piece, True))
-        yield tokens
+    for seed in range(rounds):
+        yield random_cuts(text, seed, control)
+
+
+def random_cuts(text: str, seed: int, control: Sequence[str] = ()) -> list[tuple[str, bool]]:
+    """Cut ``text`` into tokens of one to a few characters, the same in every run with the same ``seed``."""
+    chance = random.Random(seed)
+    most = chance.choice((2, 4, 8, 16))
+    tokens = list[tuple[str, bool]]()
+    for piece, special in _whole(text, control):
+        at = 0
+        while at < len(piece):
+            size = len(piece) if special else chance.randint(1, most)
+            tokens.append((piece[at : at + size], special))
+            at += size
+    return tokens
 
 
 def _whole(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
