@@ -49,6 +49,11 @@ def test_the_openai_client_chats(server: HttpClient) -> None:
     assert len(story.split()) > 5
 
 
+def test_a_function_is_called(server: HttpClient) -> None:
+    call, answer = run("tool_call.py", server.url).splitlines()
+    assert call == 'get_weather({"city": "Oslo"})' and "7 degrees and rainy" in answer
+
+
 def test_the_openai_client_names_the_package_that_it_lacks() -> None:
     program = f"import runpy, sys; sys.modules['openai'] = None; runpy.run_path({str(EXAMPLES / 'openai_client.py')!r})"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
