@@ -7,6 +7,27 @@ from typing import Literal
 
 Json = dict[str, object]
 """A parsed JSON object."""
+ConstraintKind = Literal["json", "json_schema", "regex", "choice", "lark", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """The text that a client wants the output to match (structured output).
+
+    ``value`` by ``kind``: "json" (any JSON object) None; "json_schema" the schema, an object or a boolean, or JSON text;
+    "regex" the expression, which the whole text must match; "choice" a list of strings; "lark" a grammar in Lark or
+    GBNF; "structural_tag" an object. ``param`` is the path of the value in the request, for error messages. ``strict``
+    has OpenAI's meaning. ``whitespace`` is a regular expression for the white space between JSON tokens, "" for none,
+    None for the default of :mod:`coordinator.grammar.build`. ``closed`` forbids properties that a schema does not
+    name.
+    """
+
+    kind: ConstraintKind
+    value: object = None
+    param: str
+    strict: bool = False
+    whitespace: str | None = None
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +67,8 @@ class Options:
     return_metrics: bool
     cache_salt: str
     priority: int
+    constraint: Constraint | None = None
+    max_reasoning_tokens: int | None = None
     ignored: tuple[str, ...] = ()
 
 

@@ -12,7 +12,6 @@ process id.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import logging
 import os
@@ -32,9 +31,9 @@ from common.core.ids import WorkerName
 from common.net.keys import ClusterKeys
 from common.platform.core_lease import Lending
 from common.platform.log import setup_logging
+from common.platform.parent import die_with
 from deploy.launcher import status
 
-_PR_SET_PDEATHSIG = 1
 _MEBIBYTE = 1 << 20
 
 
@@ -50,16 +49,6 @@ class ChildLaunch(msgspec.Struct, frozen=True):
     lending: Lending | None = None
     at_once: bool = False
     keys: ClusterKeys | None = None
-
-
-def die_with(parent: int) -> None:
-    """Make the kernel kill this process when ``parent`` ends, or exit now if it has already ended.
-
-    The kernel watches the *thread* that started this process, so the launcher starts children from its main thread.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 async def start(

@@ -22,8 +22,8 @@ from common.core.errors import StartError
 from common.engine.rank_messages import Slab
 from common.platform import device, gpu, malloc, threads
 from common.platform.log import setup_logging
+from common.platform.parent import die_with
 from common.platform.wiring import Wiring
-from deploy.launcher.process import die_with
 from deploy.launcher.status import Reason
 from deploy.ranks.channel import FollowerChannel
 from deploy.ranks.group import LOADED, PONG, RankLaunch

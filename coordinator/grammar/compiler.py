@@ -1,0 +1,343 @@
+"""Screening of grammars from the coordinator's side: one child process, a queue, and a cache by content.
+
+A task that several requests wait for is screened once. Verdicts are kept: grammars until the cache is full, errors for
+a minute. The child (:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from common.core.errors import RequestError
+from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
+from coordinator.requests.errors import overloaded
+
+log = logging.getLogger("tandem.grammar")
+
+SECONDS = 2.0
+"""Time that one grammar may take."""
+MEMORY = 256 << 20
+"""Bytes that one grammar may take beyond those of the screening process."""
+SLOTS = 4
+"""Grammars that are screened at the same time, so that a few hostile ones do not hold up others."""
+MAX_WAITING = 64
+"""Grammars that may wait for a slot; more are refused with 429."""
+GRACE_S = 3.0
+"""Seconds beyond SECONDS after which a screening process that has not answered is taken to hang."""
+START_S = 60.0
+"""Maximum seconds for the start of the process; large tokenizers load for several."""
+MAX_TASK = 2 << 20
+"""Maximum bytes of a task. A grammar has at most 256 KiB; descriptions in its schemas are not counted there."""
+CACHE_BYTES, CACHE_ENTRIES = 32 << 20, 1024
+ERROR_S = 60.0
+"""Seconds for which an error is kept."""
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+
+
+def unavailable() -> RequestError:
+    """Return the error for a grammar that cannot be screened because the process does not run."""
+    return RequestError(
+        "The process that compiles grammars could not be started. Try again later.",
+        status=503,
+        type="server_error",
+        code="grammar_compiler_unavailable",
+        retry_after_s=1.0,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A task that is being screened or waits for it. ``tries``: processes that died with it."""
+
+    number: int
+    encoded: bytes
+    verdict: asyncio.Future[Verdict]
+    waiters: int = 0
+    tries: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class VerdictCache:
+    """Verdicts by the digest of their task, least recently used first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: bytes) -> Verdict | None:
+        """Return the verdict kept for ``digest``, None if there is none or it is an error that is too old."""
+        verdict, kept_at = self._kept.get(digest, (None, 0.0))
+        if verdict is not None and verdict.error and time.monotonic() - kept_at > ERROR_S:
+            self._drop(digest)
+            return None
+        if verdict is not None:
+            self._kept.move_to_end(digest)
+        return verdict
+
+    def put(self, digest: bytes, verdict: Verdict) -> None:
+        """Keep ``verdict``, and drop others if there are too many."""
+        self._kept[digest] = (verdict, time.monotonic())
+        self._bytes += len(verdict.grammar)
+        while self._bytes > CACHE_BYTES or len(self._kept) > CACHE_ENTRIES:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, digest: bytes) -> None:
+        verdict, _ = self._kept.pop(digest)
+        self._bytes -= len(verdict.grammar)
+
+
+class GrammarCompiler:
+    """Screens tasks for one model. ``directory`` holds its tokenizer.json; ``end_ids`` are its end-of-sequence tokens."""
+
+    def __init__(self, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        self._setup = Setup(str(directory), vocab_size, end_ids, SECONDS, MEMORY)
+        self._cache = VerdictCache()
+        self._pending: dict[bytes, _Pending] = {}
+        self._waiting: deque[_Pending] = deque()
+        self._running: dict[int, _Pending] = {}
+        self._child: _Child | None = None
+        self._numbers = 0
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the screening process, None while there is none."""
+        return self._child.process.pid if self._child is not None else None
+
+    def close(self) -> None:
+        """End the screening process. Tasks that still wait fail."""
+        self._closed = True
+        if self._child is not None:
+            self._child.end()
+        for pending in [*self._running.values(), *self._waiting]:
+            self._settle(pending, None)
+
+    async def compile(self, task: Task, params: Mapping[int | None, str]) -> str:
+        """Return the grammar of ``task``. Raises RequestError 400 if it cannot be obeyed, 429 if too many wait, 503 if
+        the process cannot be started. ``params``: for error messages, the fields of the request by the ``subject`` of
+        :class:`~coordinator.grammar.task.Verdict`."""
+        encoded = msgspec.msgpack.encode(task)
+        if len(encoded) > MAX_TASK:
+            text = f"has {len(encoded):,} bytes; at most {MAX_TASK:,} are allowed."
+            raise _refusal(Verdict(error=text, code="grammar_too_complex"), params)
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        verdict = self._cache.get(digest)
+        if verdict is None:
+            verdict = await self._screened(digest, encoded)
+        if verdict.error:
+            raise _refusal(verdict, params)
+        return verdict.grammar
+
+    async def _screened(self, digest: bytes, encoded: bytes) -> Verdict:
+        pending = self._pending.get(digest)
+        if pending is None:
+            pending = self._submit(digest, encoded)
+        pending.waiters += 1
+        try:
+            return await asyncio.shield(pending.verdict)  # a client that leaves does not cancel it for the others
+        finally:
+            pending.waiters -= 1
+            if not pending.waiters and pending in self._waiting:
+                self._waiting.remove(pending)
+                self._settle(pending, None)
+
+    def _submit(self, digest: bytes, encoded: bytes) -> _Pending:
+        if self._closed:
+            raise unavailable()
+        if len(self._waiting) >= MAX_WAITING:
+            waits = SECONDS * len(self._waiting) / SLOTS
+            raise overloaded(f"{len(self._waiting)} grammars are waiting to be compiled", waits)
+        self._numbers += 1
+        pending = _Pending(self._numbers, encoded, asyncio.get_running_loop().create_future())
+        self._pending[digest] = pending
+
+        def settled(verdict: asyncio.Future[Verdict]) -> None:
+            self._pending.pop(digest, None)
+            if not verdict.cancelled() and verdict.exception() is None:
+                self._cache.put(digest, verdict.result())
+
+        pending.verdict.add_done_callback(settled)
+        self._waiting.append(pending)
+        self._pump()
+        return pending
+
+    # -- the child ------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Give waiting tasks to the child while it has free slots, and start it if it does not run."""
+        if not self._waiting or self._closed:
+            return
+        if self._child is None:
+            try:
+                self._child = _Child(self, self._setup)
+            except OSError as error:
+                log.error("the process that compiles grammars cannot be started: %s", error)
+                self._fail_all()
+                return
+        while self._child.ready and self._waiting and len(self._running) < SLOTS:
+            pending = self._waiting.popleft()
+            self._running[pending.number] = pending
+            self._child.send(frame(Job(pending.number, msgspec.Raw(pending.encoded))))
+            loop = asyncio.get_running_loop()
+            pending.timer = loop.call_later(SECONDS + GRACE_S, self._child.hang, "it does not answer")
+
+    def on_ready(self) -> None:
+        """The child has loaded the tokenizer."""
+        self._pump()
+
+    def on_done(self, done: Done) -> None:
+        """The child has screened a task."""
+        if (pending := self._running.pop(done.number, None)) is not None:
+            self._settle(pending, done.verdict)
+        self._pump()
+
+    def on_lost(self, was_ready: bool) -> None:
+        """The child has died. Its tasks are tried once more with another one; if it died while it was starting, they
+        fail."""
+        self._child = None
+        if self._closed:
+            return
+        if not was_ready:
+            self._fail_all()
+            return
+        for pending in reversed(self._running.values()):
+            pending.tries += 1
+            if pending.timer is not None:
+                pending.timer.cancel()
+            if pending.tries > 1:
+                self._settle(pending, None)
+            else:
+                self._waiting.appendleft(pending)
+        self._running.clear()
+        self._pump()
+
+    def _fail_all(self) -> None:
+        for pending in [*self._running.values(), *self._waiting]:
+            self._settle(pending, None)
+        self._running.clear()
+        self._waiting.clear()
+
+    @staticmethod
+    def _settle(pending: _Pending, verdict: Verdict | None) -> None:
+        """Give ``verdict`` to the requests that wait for it; None: there is none, because there is no process."""
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if pending.verdict.done():
+            return
+        if verdict is not None:
+            pending.verdict.set_result(verdict)
+        elif pending.waiters:
+            pending.verdict.set_exception(unavailable())
+        else:
+            pending.verdict.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Child(asyncio.Protocol):
+    """The screening process and the socket to it."""
+
+    owner: GrammarCompiler
+    setup: Setup
+    ready: bool = False
+    process: subprocess.Popen[bytes] = field(init=False)
+    _socket: socket.socket = field(init=False)
+    _received: bytearray = field(init=False, default_factory=bytearray)
+    _unsent: bytearray = field(init=False, default_factory=bytearray)
+    _patience: asyncio.TimerHandle = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "coordinator.grammar.screening", str(os.getpid())],
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    process_group=0,  # a terminal's Ctrl-C goes to the coordinator alone
+                    env={**os.environ, **_ENVIRONMENT},
+                )
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket, self._read)
+        self._patience = loop.call_later(START_S, self.hang, "it does not start")
+        self.send(frame(self.setup))
+
+    def send(self, data: bytes) -> None:
+        """Send ``data`` as soon as the socket takes it."""
+        if not self._unsent:
+            asyncio.get_running_loop().add_writer(self._socket, self._write)
+        self._unsent += data
+
+    def hang(self, why: str) -> None:
+        """Kill a process that hangs, and report it as lost."""
+        log.warning("the process that compiles grammars is killed: %s", why)
+        self._lost()
+
+    def end(self) -> None:
+        """Kill the process and wait for its end, which takes milliseconds."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        loop.remove_writer(self._socket)
+        self._patience.cancel()
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _write(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:  # it has died, which the reader finds out
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        if not self._unsent:
+            asyncio.get_running_loop().remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            more = self._socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        if not more:
+            log.warning("the process that compiles grammars has ended")
+            self._lost()
+            return
+        self._received += more
+        while (body := take(self._received)) is not None:
+            done = msgspec.msgpack.decode(body, type=Done)
+            if done.number:
+                self.owner.on_done(done)
+                continue
+            self.ready = True
+            self._patience.cancel()
+            self.owner.on_ready()
+
+    def _lost(self) -> None:
+        self.end()
+        self.owner.on_lost(self.ready)
+
+
+def _refusal(verdict: Verdict, params: Mapping[int | None, str]) -> RequestError:
+    """Return the error for a task that cannot be obeyed."""
+    param = (params.get(verdict.subject) or "") + verdict.path
+    param = param if len(param) <= 256 else f"{param[:253]}..."
+    return RequestError(f"{param!r} {verdict.error}", param=param, code=verdict.code)

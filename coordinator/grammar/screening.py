@@ -1,0 +1,148 @@
+"""The process that screens grammars: it loads the model's tokenizer once and forks one process per task.
+
+A fork has 2 s, 256 MiB and a low priority; at the end of its time the kernel's alarm kills it, so that no grammar, however
+hostile, needs anything else to stop it. A crash, too, ends only the fork. This process itself does nothing but pass
+messages on, and it ends when the coordinator does. It imports no torch and never fetches anything.
+
+    python -m coordinator.grammar.screening PARENT_PID  < socket
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+from llguidance import LLTokenizer
+
+from common.platform.parent import die_with
+from coordinator.grammar.checks import screen
+from coordinator.grammar.errors import TOO_COMPLEX
+from coordinator.grammar.limits import LIMITS
+from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
+from coordinator.grammar.vocabulary import ModelVocabulary
+
+NICENESS = 5
+_READ = 1 << 16
+
+
+class Screening:
+    """The loop of this process. Raises ConnectionError when the coordinator closes the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = bytearray()
+        setup = msgspec.msgpack.decode(self._next(), type=Setup)
+        self._seconds = setup.seconds
+        file = Path(setup.directory) / "tokenizer.json"
+        self._tokenizer = LLTokenizer(str(file), n_vocab=setup.vocab_size, eos_token=list(setup.end_ids))
+        self._vocabulary = ModelVocabulary(self._tokenizer)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy pages
+        self._memory = _address_space() + setup.memory
+        self._forks: dict[int, tuple[int, int, bytearray]] = {}
+        """Running forks by the descriptor of their pipe: (number of the job, process id, what it has written)."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Announce that the process is ready and serve for ever."""
+        self._connection.sendall(frame(Done(0)))
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd != self._connection.fileno():
+                    self._read(key.fd)
+                    continue
+                self._receive()
+                while (body := take(self._received)) is not None:
+                    self._begin(msgspec.msgpack.decode(body, type=Job))
+
+    def _next(self) -> bytes:
+        """Wait for the next message and return it."""
+        while (body := take(self._received)) is None:
+            self._receive()
+        return body
+
+    def _receive(self) -> None:
+        if not (more := self._connection.recv(_READ)):
+            raise ConnectionResetError
+        self._received += more
+
+    def _begin(self, job: Job) -> None:
+        """Fork a process for ``job``."""
+        reading, writing = os.pipe()
+        parent = os.getpid()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            self._screen(job, writing, parent)
+        os.close(writing)
+        self._forks[reading] = (job.number, child, bytearray())
+        self._selector.register(reading, selectors.EVENT_READ)
+
+    def _screen(self, job: Job, writing: int, parent: int) -> None:
+        """Do ``job`` in a fork, and end the fork."""
+        try:
+            die_with(parent)
+            self._connection.close()
+            self._confine()
+            task = msgspec.msgpack.decode(job.task, type=Task)
+            verdict = screen(task, self._tokenizer, self._vocabulary, LIMITS)
+            with open(writing, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(verdict))
+        except BaseException:  # out of memory, or a panic in llguidance, which is no Exception
+            os._exit(1)
+        os._exit(0)
+
+    def _confine(self) -> None:
+        with contextlib.suppress(OSError):
+            os.nice(NICENESS)
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def _read(self, descriptor: int) -> None:
+        """Read from the pipe of a fork, and report its verdict if it has ended."""
+        number, child, written = self._forks[descriptor]
+        if more := os.read(descriptor, _READ):
+            written += more
+            return
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        del self._forks[descriptor]
+        _, status = os.waitpid(child, 0)
+        self._connection.sendall(frame(Done(number, self._verdict(bytes(written), status))))
+
+    def _verdict(self, written: bytes, status: int) -> Verdict:
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.msgpack.decode(written, type=Verdict)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            return Verdict(error=f"takes more than {self._seconds:g} s to compile.", code=TOO_COMPLEX)
+        return Verdict(error="needs too much memory to compile, or is nested too deeply.", code=TOO_COMPLEX)
+
+
+def _address_space() -> int:
+    """Return the bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Serve the coordinator whose process id is the first argument, over the socket that is standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides when this process ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with(int(sys.argv[1]))
+    with socket.socket(fileno=0) as connection, contextlib.suppress(ConnectionError):
+        Screening(connection).run()
+
+
+if __name__ == "__main__":
+    main()
