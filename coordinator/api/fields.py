@@ -150,16 +150,16 @@ class Fields:
     of another type or outside the given limits."""
 
     def __init__(self, values: Json, path: str = "") -> None:
-        self._values, self._path = values, path
+        self.values, self.path = values, path
         self._read: set[str] = set()
 
     def at(self, name: str) -> str:
         """Return the path of the field ``name`` in the body, for error messages."""
-        return f"{self._path}.{name}" if self._path else name
+        return f"{self.path}.{name}" if self.path else name
 
     def ignored(self) -> list[str]:
         """Return the names of present fields that no getter has read."""
-        return [name for name, value in self._values.items() if value is not None and name not in self._read]
+        return [name for name, value in self.values.items() if value is not None and name not in self._read]
 
     def skip(self, *names: str) -> None:
         """Mark fields as known although they have no effect, so that they are not reported as ignored."""
@@ -167,12 +167,12 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Return whether the field is present and not null. Does not count as reading it."""
-        return self._values.get(name) is not None
+        return self.values.get(name) is not None
 
     def raw(self, name: str) -> object:
         """Return the unchecked value, None if absent."""
         self._read.add(name)
-        return self._values.get(name)
+        return self.values.get(name)
 
     def missing(self, name: str) -> NoReturn:
         """Raise RequestError because the field ``name`` is required."""

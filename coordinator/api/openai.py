@@ -15,6 +15,7 @@ import msgspec
 from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
 from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
+from coordinator.api.structured import parse_constraint
 from coordinator.api.tools import parse_tools
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
@@ -38,7 +39,6 @@ UNSUPPORTED = {
     "function_call": "'function_call' is the deprecated form; send 'tool_choice' instead.",
     "web_search_options": "Web search is not supported: this server opens no outbound connection.",
 }
-STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 # -- chat -----------------------------------------------------------------------------------------------------------
@@ -204,16 +204,11 @@ def _refuse_unsupported(fields: Fields) -> None:
         value = fields.raw(name)
         if value is not None and value is not False:
             refuse(text, name, "unsupported")
-    for name in STRUCTURED:
-        if fields.has(name):
-            refuse("Structured outputs are not supported yet.", name, "unsupported")
     if fields.raw("prompt_logprobs") is not None:
         refuse("Log-probabilities of the prompt are not supported yet.", "prompt_logprobs", "unsupported")
     modalities = fields.array("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         refuse("Only the modality 'text' is supported.", "modalities", "unsupported")
-    if (form := fields.nested("response_format")) is not None and form.string("type") != "text":
-        refuse("Only 'text' is supported as 'response_format' so far, not JSON.", "response_format.type", "unsupported")
 
 
 def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Options:
@@ -238,6 +233,7 @@ def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Op
         return_metrics=fields.boolean("return_metrics", False),
         cache_salt=_cache_salt(fields),
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
+        constraint=parse_constraint(fields),
     )
 
 

@@ -26,6 +26,8 @@ from coordinator.api.fields import JsonBudget, refuse
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading
 from coordinator.cluster.registry import Registry
+from coordinator.grammar.compiler import GrammarCompiler
+from coordinator.grammar.task import Answer, Task
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import Lanes, cost
@@ -91,10 +93,13 @@ class ServedModel:
         self._most_repeated = config.max_body_bytes
         self._most_templated = max(MOST_TEMPLATED, config.max_body_bytes * 3 // 2)
         self._lanes = Lanes()
+        self._grammars = GrammarCompiler(checkpoint.path, checkpoint.vocab_size, self.eos_token_ids)
 
     def close(self) -> None:
-        """Drop the text work that waits in the lanes and end their threads after the running step."""
+        """Drop the text work that waits in the lanes and end their threads after the running step. End the process that
+        compiles grammars."""
         self._lanes.close()
+        self._grammars.close()
 
     def check_name(self, wanted: str | None) -> None:
         """Raise RequestError 404 unless ``wanted`` is this model's name or None."""
@@ -257,10 +262,26 @@ class ServedModel:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
+    async def grammar(self, options: Options) -> str:
+        """Return the grammar that the output of a request must match, "" for none. Raises RequestError if it cannot be
+        obeyed, or if too many grammars wait to be compiled."""
+        given = options.constraint
+        if given is None:
+            return ""
+        answer = Answer(given.kind, given.value, given.strict, given.whitespace, given.closed)
+        return await self._grammars.compile(Task(answer), {None: given.param})
+
     def sampling(
-        self, options: Options, prompt_tokens: int, prompt_field: str, most_output: int | None, choices: int
+        self,
+        options: Options,
+        prompt_tokens: int,
+        prompt_field: str,
+        most_output: int | None,
+        choices: int,
+        grammar: str = "",
     ) -> SamplingParams:
         """Return the sampling parameters for one prompt of a request with ``choices`` choices over all its prompts.
+        ``grammar``: what its output must match, "" for no constraint.
 
         Without ``max_tokens`` the output is limited to what fits the context, and to ``most_output`` tokens per choice.
         Raises RequestError if prompt and output do not fit the context, a token id is outside the vocabulary, or a
@@ -297,6 +318,7 @@ class ServedModel:
             eos_token_ids=self.eos_token_ids,
             ignore_eos=asked.ignore_eos,
             logprobs=asked.logprobs,
+            grammar=grammar,
         )
 
     def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str, most_output: int | None) -> int:

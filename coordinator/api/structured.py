@@ -13,6 +13,7 @@ from coordinator.requests.spec import Constraint, ConstraintKind
 MAX_GRAMMAR_CHARS = 1 << 18
 """Maximum characters of a regular expression or grammar."""
 MAX_CHOICE_STRINGS = 4096
+MAX_WHITESPACE_CHARS = 256
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS: dict[str, ConstraintKind] = {
     "json": "json_schema",
@@ -28,32 +29,27 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "gui
 
 def parse_constraint(fields: Fields) -> Constraint | None:
     """Return the constraint of a request, None if it has none. Raises RequestError if it has several."""
-    found = [
-        each
-        for each in (response_format(fields, "response_format"), _structured_outputs(fields), *_guided(fields))
-        if each is not None
-    ]
+    form = fields.nested("response_format")
+    given = (None if form is None else format_constraint(form), _structured_outputs(fields), *_guided(fields))
+    found = [each for each in given if each is not None]
     if len(found) > 1:
         names = " and ".join(repr(each.param) for each in found)
         refuse(f"Only one of {names} is allowed: the output has one constraint.", found[1].param)
     return found[0] if found else None
 
 
-def response_format(fields: Fields, name: str) -> Constraint | None:
-    """Return the constraint of the object ``name``: ``response_format`` of chats, or ``format`` of responses, which has
-    the members of ``json_schema`` beside ``type``. None for plain text."""
-    form = fields.nested(name)
-    if form is None:
-        return None
+def format_constraint(form: Fields) -> Constraint | None:
+    """Return the constraint of ``response_format`` of chats, or of ``text.format`` of responses, which has the members
+    of ``json_schema`` beside ``type``. None for plain text."""
     kind = form.choice("type", _FORMATS) or form.missing("type")
     if kind == "text":
         return None
     if kind == "json_object":
         if form.has("schema"):  # as llama.cpp's server and others take it
             return Constraint(kind="json_schema", value=_schema(form, "schema"), param=form.at("schema"))
-        return Constraint(kind="json", param=fields.at(name))
+        return Constraint(kind="json", param=form.at("type"))
     if kind == "structural_tag":
-        return Constraint(kind="structural_tag", value=fields.mapping(name), param=fields.at(name))
+        return Constraint(kind="structural_tag", value=form.values, param=form.path)
     return _json_schema(form)
 
 
@@ -77,20 +73,24 @@ def _structured_outputs(fields: Fields) -> Constraint | None:
     given = fields.nested("structured_outputs")
     if given is None:
         return None
+    given.skip("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     names = [name for name in _KINDS if given.has(name) and given.raw(name) is not False]
     if len(names) != 1:
         found = f"it has {', '.join(names)}" if names else "it has none"
         refuse(f"'structured_outputs' must have exactly one of {', '.join(_KINDS)}; {found}.", "structured_outputs")
-    whitespace = _whitespace(given, "whitespace_pattern")
+    whitespace = given.string("whitespace_pattern", limit=MAX_WHITESPACE_CHARS)
     if given.boolean("disable_any_whitespace", False) and whitespace is None:
         whitespace = ""
     closed = given.boolean("disable_additional_properties", False)
+    if unknown := given.ignored():
+        refuse(f"'structured_outputs' has no field {unknown[0][:64]!r}.", given.at(unknown[0][:64]), "unsupported")
     return _constraint(given, names[0], _KINDS[names[0]], whitespace, closed)
 
 
 def _guided(fields: Fields) -> list[Constraint]:
+    fields.skip("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object")
     names = [name for name in GUIDED if fields.has(name) and fields.raw(name) is not False]
-    whitespace = _whitespace(fields, "guided_whitespace_pattern")
+    whitespace = fields.string("guided_whitespace_pattern", limit=MAX_WHITESPACE_CHARS)
     return [_constraint(fields, name, _KINDS[name.removeprefix("guided_")], whitespace) for name in names]
 
 
@@ -132,7 +132,3 @@ def _choices(fields: Fields, name: str) -> list[str]:
             wrong_type(f"{fields.at(name)}[{index}]", "a string", each)
         choices.append(each)
     return choices
-
-
-def _whitespace(fields: Fields, name: str) -> str | None:
-    return fields.string(name, limit=256)

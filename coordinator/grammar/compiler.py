@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from common.core.errors import RequestError
-from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
+from coordinator.grammar.child import ScreeningProcess
+from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame
 from coordinator.requests.errors import overloaded
 
 log = logging.getLogger("tandem.grammar")
@@ -37,14 +34,11 @@ MAX_WAITING = 64
 """Grammars that may wait for a slot; more are refused with 429."""
 GRACE_S = 3.0
 """Seconds beyond SECONDS after which a screening process that has not answered is taken to hang."""
-START_S = 60.0
-"""Maximum seconds for the start of the process; large tokenizers load for several."""
 MAX_TASK = 2 << 20
 """Maximum bytes of a task. A grammar has at most 256 KiB; descriptions in its schemas are not counted there."""
 CACHE_BYTES, CACHE_ENTRIES = 32 << 20, 1024
 ERROR_S = 60.0
 """Seconds for which an error is kept."""
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 
 def unavailable() -> RequestError:
@@ -63,6 +57,7 @@ class _Pending:
     """A task that is being screened or waits for it. ``tries``: processes that died with it."""
 
     number: int
+    digest: bytes
     encoded: bytes
     verdict: asyncio.Future[Verdict]
     waiters: int = 0
@@ -100,7 +95,8 @@ class VerdictCache:
 
 
 class GrammarCompiler:
-    """Screens tasks for one model. ``directory`` holds its tokenizer.json; ``end_ids`` are its end-of-sequence tokens."""
+    """Screens tasks for one model. ``directory`` holds its tokenizer.json; ``end_ids`` are its end-of-sequence
+    tokens."""
 
     def __init__(self, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         self._setup = Setup(str(directory), vocab_size, end_ids, SECONDS, MEMORY)
@@ -108,9 +104,11 @@ class GrammarCompiler:
         self._pending: dict[bytes, _Pending] = {}
         self._waiting: deque[_Pending] = deque()
         self._running: dict[int, _Pending] = {}
-        self._child: _Child | None = None
+        self._child: ScreeningProcess | None = None
         self._numbers = 0
         self._closed = False
+        self._impossible: Verdict | None = None
+        """The error of every task, if the model's tokenizer cannot be constrained."""
 
     @property
     def pid(self) -> int | None:
@@ -122,8 +120,8 @@ class GrammarCompiler:
         self._closed = True
         if self._child is not None:
             self._child.end()
-        for pending in [*self._running.values(), *self._waiting]:
-            self._settle(pending, None)
+            self._child = None
+        self._fail_all()
 
     async def compile(self, task: Task, params: Mapping[int | None, str]) -> str:
         """Return the grammar of ``task``. Raises RequestError 400 if it cannot be obeyed, 429 if too many wait, 503 if
@@ -131,10 +129,10 @@ class GrammarCompiler:
         :class:`~coordinator.grammar.task.Verdict`."""
         encoded = msgspec.msgpack.encode(task)
         if len(encoded) > MAX_TASK:
-            text = f"has {len(encoded):,} bytes; at most {MAX_TASK:,} are allowed."
-            raise _refusal(Verdict(error=text, code="grammar_too_complex"), params)
+            text = f"{params[None]!r} and the tools have {len(encoded):,} bytes; at most {MAX_TASK:,} are allowed."
+            raise RequestError(text, param=params[None], code="grammar_too_complex")
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        verdict = self._cache.get(digest)
+        verdict = self._impossible or self._cache.get(digest)
         if verdict is None:
             verdict = await self._screened(digest, encoded)
         if verdict.error:
@@ -144,8 +142,9 @@ class GrammarCompiler:
     async def _screened(self, digest: bytes, encoded: bytes) -> Verdict:
         pending = self._pending.get(digest)
         if pending is None:
-            pending = self._submit(digest, encoded)
+            pending = self._queued(digest, encoded)
         pending.waiters += 1
+        self._pump()
         try:
             return await asyncio.shield(pending.verdict)  # a client that leaves does not cancel it for the others
         finally:
@@ -154,24 +153,17 @@ class GrammarCompiler:
                 self._waiting.remove(pending)
                 self._settle(pending, None)
 
-    def _submit(self, digest: bytes, encoded: bytes) -> _Pending:
+    def _queued(self, digest: bytes, encoded: bytes) -> _Pending:
+        """Put a new task into the queue."""
         if self._closed:
             raise unavailable()
         if len(self._waiting) >= MAX_WAITING:
             waits = SECONDS * len(self._waiting) / SLOTS
             raise overloaded(f"{len(self._waiting)} grammars are waiting to be compiled", waits)
         self._numbers += 1
-        pending = _Pending(self._numbers, encoded, asyncio.get_running_loop().create_future())
+        pending = _Pending(self._numbers, digest, encoded, asyncio.get_running_loop().create_future())
         self._pending[digest] = pending
-
-        def settled(verdict: asyncio.Future[Verdict]) -> None:
-            self._pending.pop(digest, None)
-            if not verdict.cancelled() and verdict.exception() is None:
-                self._cache.put(digest, verdict.result())
-
-        pending.verdict.add_done_callback(settled)
         self._waiting.append(pending)
-        self._pump()
         return pending
 
     # -- the child ------------------------------------------------------------------------------------------------
@@ -182,7 +174,7 @@ class GrammarCompiler:
             return
         if self._child is None:
             try:
-                self._child = _Child(self, self._setup)
+                self._child = ScreeningProcess(self, self._setup)
             except OSError as error:
                 log.error("the process that compiles grammars cannot be started: %s", error)
                 self._fail_all()
@@ -194,9 +186,15 @@ class GrammarCompiler:
             loop = asyncio.get_running_loop()
             pending.timer = loop.call_later(SECONDS + GRACE_S, self._child.hang, "it does not answer")
 
-    def on_ready(self) -> None:
-        """The child has loaded the tokenizer."""
-        self._pump()
+    def on_ready(self, verdict: Verdict) -> None:
+        """The child has loaded the tokenizer, or ``verdict`` says why it cannot."""
+        if not verdict.error:
+            self._pump()
+            return
+        self._impossible = verdict
+        for pending in self._waiting:
+            self._settle(pending, verdict)
+        self._waiting.clear()
 
     def on_done(self, done: Done) -> None:
         """The child has screened a task."""
@@ -230,110 +228,19 @@ class GrammarCompiler:
         self._running.clear()
         self._waiting.clear()
 
-    @staticmethod
-    def _settle(pending: _Pending, verdict: Verdict | None) -> None:
+    def _settle(self, pending: _Pending, verdict: Verdict | None) -> None:
         """Give ``verdict`` to the requests that wait for it; None: there is none, because there is no process."""
         if pending.timer is not None:
             pending.timer.cancel()
-        if pending.verdict.done():
-            return
+        if self._pending.pop(pending.digest, None) is None:
+            return  # it is settled
         if verdict is not None:
+            self._cache.put(pending.digest, verdict)
             pending.verdict.set_result(verdict)
         elif pending.waiters:
             pending.verdict.set_exception(unavailable())
         else:
             pending.verdict.cancel()
-
-
-@dataclass(slots=True, eq=False)
-class _Child(asyncio.Protocol):
-    """The screening process and the socket to it."""
-
-    owner: GrammarCompiler
-    setup: Setup
-    ready: bool = False
-    process: subprocess.Popen[bytes] = field(init=False)
-    _socket: socket.socket = field(init=False)
-    _received: bytearray = field(init=False, default_factory=bytearray)
-    _unsent: bytearray = field(init=False, default_factory=bytearray)
-    _patience: asyncio.TimerHandle = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "coordinator.grammar.screening", str(os.getpid())],
-                    stdin=theirs,
-                    stdout=subprocess.DEVNULL,
-                    process_group=0,  # a terminal's Ctrl-C goes to the coordinator alone
-                    env={**os.environ, **_ENVIRONMENT},
-                )
-        except OSError:
-            self._socket.close()
-            raise
-        self._socket.setblocking(False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket, self._read)
-        self._patience = loop.call_later(START_S, self.hang, "it does not start")
-        self.send(frame(self.setup))
-
-    def send(self, data: bytes) -> None:
-        """Send ``data`` as soon as the socket takes it."""
-        if not self._unsent:
-            asyncio.get_running_loop().add_writer(self._socket, self._write)
-        self._unsent += data
-
-    def hang(self, why: str) -> None:
-        """Kill a process that hangs, and report it as lost."""
-        log.warning("the process that compiles grammars is killed: %s", why)
-        self._lost()
-
-    def end(self) -> None:
-        """Kill the process and wait for its end, which takes milliseconds."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        loop.remove_writer(self._socket)
-        self._patience.cancel()
-        self._socket.close()
-        self.process.kill()
-        self.process.wait()
-
-    def _write(self) -> None:
-        try:
-            sent = self._socket.send(self._unsent)
-        except BlockingIOError:
-            return
-        except OSError:  # it has died, which the reader finds out
-            sent = len(self._unsent)
-        del self._unsent[:sent]
-        if not self._unsent:
-            asyncio.get_running_loop().remove_writer(self._socket)
-
-    def _read(self) -> None:
-        try:
-            more = self._socket.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        if not more:
-            log.warning("the process that compiles grammars has ended")
-            self._lost()
-            return
-        self._received += more
-        while (body := take(self._received)) is not None:
-            done = msgspec.msgpack.decode(body, type=Done)
-            if done.number:
-                self.owner.on_done(done)
-                continue
-            self.ready = True
-            self._patience.cancel()
-            self.owner.on_ready()
-
-    def _lost(self) -> None:
-        self.end()
-        self.owner.on_lost(self.ready)
 
 
 def _refusal(verdict: Verdict, params: Mapping[int | None, str]) -> RequestError:

@@ -1,11 +1,11 @@
 """JSON schemas of clients, rewritten for llguidance: everything that it would misread is resolved or refused.
 
-llguidance reads draft 2020-12, but knows only references by JSON pointer, converts ``oneOf`` only where it sees that the
-branches exclude each other, and reads its own options from the schema. :func:`prepared` returns a schema without
+llguidance reads draft 2020-12, but knows only references by JSON pointer, converts ``oneOf`` only where it sees that
+the branches exclude each other, and reads its own options from the schema. :func:`prepared` returns a schema without
 annotations and unknown keywords (which the standard ignores), with every reference resolved into ``$defs``, and with
 ``anyOf`` for each ``oneOf`` whose branches provably exclude each other. A keyword that constrains the output and that
-llguidance does not implement is refused with its path: a constraint is obeyed or refused, never ignored. Nothing is ever
-fetched.
+llguidance does not implement is refused with its path: a constraint is obeyed or refused, never ignored. Nothing is
+ever fetched.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that screens grammars: it loads the model's tokenizer once and forks one process per task.
 
-A fork has 2 s, 256 MiB and a low priority; at the end of its time the kernel's alarm kills it, so that no grammar, however
-hostile, needs anything else to stop it. A crash, too, ends only the fork. This process itself does nothing but pass
-messages on, and it ends when the coordinator does. It imports no torch and never fetches anything.
+All have a low priority, and a fork has 2 s and 256 MiB. At the end of its time the kernel's alarm kills it, so that no
+grammar, however hostile, needs anything else to stop it. A crash, too, ends only the fork. This process itself does
+nothing but pass messages on, and it ends when the coordinator does. It imports no torch and never fetches anything.
 
     python -m coordinator.grammar.screening PARENT_PID  < socket
 """
@@ -24,7 +24,7 @@ from llguidance import LLTokenizer
 
 from common.platform.parent import die_with
 from coordinator.grammar.checks import screen
-from coordinator.grammar.errors import TOO_COMPLEX
+from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED
 from coordinator.grammar.limits import LIMITS
 from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
 from coordinator.grammar.vocabulary import ModelVocabulary
@@ -41,8 +41,7 @@ class Screening:
         self._received = bytearray()
         setup = msgspec.msgpack.decode(self._next(), type=Setup)
         self._seconds = setup.seconds
-        file = Path(setup.directory) / "tokenizer.json"
-        self._tokenizer = LLTokenizer(str(file), n_vocab=setup.vocab_size, eos_token=list(setup.end_ids))
+        self._tokenizer = self._load(setup)
         self._vocabulary = ModelVocabulary(self._tokenizer)
         gc.collect()
         gc.freeze()  # a collection in a fork would copy pages
@@ -63,6 +62,16 @@ class Screening:
                 self._receive()
                 while (body := take(self._received)) is not None:
                     self._begin(msgspec.msgpack.decode(body, type=Job))
+
+    def _load(self, setup: Setup) -> LLTokenizer:
+        """Load the tokenizer. If llguidance cannot read it, report that and raise ConnectionError."""
+        file = Path(setup.directory) / "tokenizer.json"
+        try:
+            return LLTokenizer(str(file), n_vocab=setup.vocab_size, eos_token=list(setup.end_ids))
+        except Exception as error:
+            text = "is not supported for this model: its tokenizer cannot be constrained"
+            self._connection.sendall(frame(Done(0, Verdict(error=f"{text} ({str(error)[:200]}).", code=UNSUPPORTED))))
+            raise ConnectionResetError from error
 
     def _next(self) -> bytes:
         """Wait for the next message and return it."""
@@ -103,7 +112,6 @@ class Screening:
 
     def _confine(self) -> None:
         with contextlib.suppress(OSError):
-            os.nice(NICENESS)
             Path("/proc/self/oom_score_adj").write_text("1000")
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
@@ -140,6 +148,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with(int(sys.argv[1]))
+    with contextlib.suppress(OSError):  # the coordinator's thread may be urgent or a real-time one
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     with socket.socket(fileno=0) as connection, contextlib.suppress(ConnectionError):
         Screening(connection).run()
 

@@ -20,8 +20,8 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A part of the output: ``begin``, then ``content`` (an expression), then ``end``. With ``content`` None the part is
-    free text up to ``end``."""
+    """A part of the output: ``begin``, then ``content`` (an expression), then ``end``. With ``content`` None the part
+    is free text up to ``end``."""
 
     begin: str
     content: str | None

@@ -66,8 +66,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to the child. ``seconds`` and ``memory`` (bytes beyond those of the child itself) are the limits
-    of one task."""
+    """The first message to the child. ``seconds`` and ``memory`` (bytes beyond those of the child itself) are the
+    limits of one task."""
 
     directory: str
     vocab_size: int
@@ -84,7 +84,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
-    """The verdict of a numbered task. Number 0, without a verdict: the child is ready."""
+    """The verdict of a numbered task. Number 0: the child is ready, or cannot work for this model if the verdict is an
+    error."""
 
     number: int
     verdict: Verdict = Verdict()

@@ -58,10 +58,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     options, text, reading, unparsed = await read_body(request, read, templated=True)
     if unparsed:
         request[EXTRA_HEADERS] = UNPARSED_TOOLS
+    grammar = await model.grammar(options)
     prompts = [await model.chat_prompt(text)]
     del text  # release its memory: the answer may take long
     shape = ChatShape(_head("chatcmpl", model), options, model.text)
-    return await _answer(request, arrived_at, prompts, "messages", options, shape, reading)
+    return await _answer(request, arrived_at, prompts, "messages", options, shape, grammar, reading)
 
 
 @routes.post("/v1/completions")
@@ -82,13 +83,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
     body = await read_body(request, read)
     options = body.options
+    grammar = await model.grammar(options)
     prompts = await model.text_prompts(body.prompts)
     if options.return_token_ids:
         model.check_repeats(replace(body, echo=False), prompts)
     echoes = await _echoes(model, body, prompts) if body.echo else []
     del body  # release its memory: the answer may take long
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
-    return await _answer(request, arrived_at, prompts, "prompt", options, shape)
+    return await _answer(request, arrived_at, prompts, "prompt", options, shape, grammar)
 
 
 async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
@@ -116,10 +118,11 @@ async def _answer(
     prompt_field: str,
     options: Options,
     shape: Shape,
+    grammar: str,
     reading: OutputReading | None = None,
 ) -> web.StreamResponse:
-    """Submit one record per prompt, all together, and return the response, whole or as a stream. ``reading``: how
-    outputs are parsed, None if they are only text."""
+    """Submit one record per prompt, all together, and return the response, whole or as a stream. ``grammar``: what each
+    choice must match, "" for no constraint. ``reading``: how outputs are parsed, None if they are only text."""
     services = request.app[SERVICES]
     model = services.model
     stops = StopStrings(options.stop, options.include_stop) if options.stop else None
@@ -134,7 +137,7 @@ async def _answer(
     records = []
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
-        sampling = model.sampling(options, len(prompt), prompt_field, most_output, len(prompts) * options.n)
+        sampling = model.sampling(options, len(prompt), prompt_field, most_output, len(prompts) * options.n, grammar)
         packed = pack_tokens(prompt)
         chains = await model.prefix_chains(packed, options.cache_salt)
         records.append(_record(services, arrived_at, packed, sampling, chains, options, reply))

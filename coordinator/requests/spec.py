@@ -14,12 +14,12 @@ ConstraintKind = Literal["json", "json_schema", "regex", "choice", "lark", "stru
 class Constraint:
     """The text that a client wants the output to match (structured output).
 
-    ``value`` by ``kind``: "json" (any JSON object) None; "json_schema" the schema, an object or a boolean, or JSON text;
-    "regex" the expression, which the whole text must match; "choice" a list of strings; "lark" a grammar in Lark or
-    GBNF; "structural_tag" an object. ``param`` is the path of the value in the request, for error messages. ``strict``
-    has OpenAI's meaning. ``whitespace`` is a regular expression for the white space between JSON tokens, "" for none,
-    None for the default of :mod:`coordinator.grammar.build`. ``closed`` forbids properties that a schema does not
-    name.
+    ``value`` by ``kind``: "json" (any JSON object) None; "json_schema" the schema, an object or a boolean, or JSON
+    text; "regex" the expression, which the whole text must match; "choice" a list of strings; "lark" a grammar in Lark
+    or GBNF; "structural_tag" an object. ``param`` is the path of the value in the request, for error messages.
+    ``strict`` has OpenAI's meaning. ``whitespace`` is a regular expression for the white space between JSON tokens, ""
+    for none, None for the default of :mod:`coordinator.grammar.expressions`. ``closed`` forbids properties that a
+    schema does not name.
     """
 
     kind: ConstraintKind
@@ -68,7 +68,6 @@ class Options:
     cache_salt: str
     priority: int
     constraint: Constraint | None = None
-    max_reasoning_tokens: int | None = None
     ignored: tuple[str, ...] = ()
 
 

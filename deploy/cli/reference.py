@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import CollectorRegistry
 
 from common.config.options import GROUPS, Option, options
-from coordinator.api import chat_messages, openai, tools
+from coordinator.api import chat_messages, openai, structured, tools
 from coordinator.cluster.registry import Registry
 from coordinator.http import pages, routes
 from coordinator.metrics import Metrics
@@ -97,6 +97,12 @@ FIELD_HELP = {
     "documents": "Texts to answer from, for chat templates that know them.",
     "echo": "Put the prompt before the output.",
     "frequency_penalty": "Penalty per earlier occurrence of a token in the output.",
+    "guided_choice": "Older name of `structured_outputs.choice`.",
+    "guided_grammar": "Older name of `structured_outputs.grammar`.",
+    "guided_json": "Older name of `structured_outputs.json`.",
+    "guided_json_object": "Older name of `structured_outputs.json_object`.",
+    "guided_regex": "Older name of `structured_outputs.regex`.",
+    "guided_whitespace_pattern": "Older name of `structured_outputs.whitespace_pattern`.",
     "ignore_eos": "Generate past the end-of-sequence token.",
     "include_reasoning": "Whether the answer has the reasoning. Default: true.",
     "include_stop_str_in_output": "Keep the stop string in the output.",
@@ -117,8 +123,8 @@ FIELD_HELP = {
     "prompt": "A string, token ids, or an array of either.",
     "reasoning_effort": "Passed to the chat template; `none` also turns reasoning off where the template can.",
     "repetition_penalty": "Divides the logits of tokens that occur in the prompt or the output; 1 is none.",
-    "response_format": 'Only `{"type": "text"}` so far.',
-    "response_format.type": "Only `text` so far.",
+    "response_format": "What the output must be: `text`, `json_object`, `json_schema` (strict or not), "
+    "`structural_tag`. JSON schemas are obeyed or refused, never ignored.",
     "return_metrics": "Add `tandem` to the answer: milliseconds in each stage.",
     "return_token_ids": "Add the token ids of prompt and output.",
     "seed": "Seed of the sampler: the same seed and prompt give the same tokens, also after a hand-off or a retry.",
@@ -129,6 +135,21 @@ FIELD_HELP = {
     "stream_options": "Only with `stream`.",
     "stream_options.continuous_usage_stats": "Put `usage` into every chunk.",
     "stream_options.include_usage": "Send a last chunk with `usage`.",
+    "structured_outputs": "What the output must match, as in vLLM: exactly one of "
+    "`json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.",
+    "structured_outputs.json": "A JSON schema, as an object or as text.",
+    "structured_outputs.regex": "A regular expression that the whole output matches; without "
+    "look-around and back-references.",
+    "structured_outputs.choice": "Strings, of which the output is one.",
+    "structured_outputs.grammar": "A grammar in Lark (as llguidance reads it) or GBNF.",
+    "structured_outputs.json_object": "`true` for any JSON object.",
+    "structured_outputs.structural_tag": "Free text in which triggers begin parts with a schema; both "
+    "forms of xgrammar.",
+    "structured_outputs.whitespace_pattern": "Regular expression for the white space between JSON tokens. "
+    "Default: one space, or one line break with indentation.",
+    "structured_outputs.disable_any_whitespace": "Whether JSON has no white space between its tokens.",
+    "structured_outputs.disable_additional_properties": "Whether objects have only the properties that the schema "
+    "names, unless it says otherwise.",
     "temperature": "0 is greedy. Default: the model's `generation_config.json`, else 1.",
     "tool_choice": "`auto`, `none`, or an object of type `allowed_tools` with the mode `auto`.",
     "tools": "Functions that the answer may call, in OpenAI's nested form or in the flat form of the Responses API.",
@@ -158,7 +179,7 @@ _GETTERS = {
 
 def http_page() -> str:
     """Endpoints, request fields, refused fields and error codes."""
-    later = dict.fromkeys((*openai.STRUCTURED, "prompt_logprobs"), "Not supported yet.")
+    later = dict.fromkeys(("prompt_logprobs",), "Not supported yet.")
     refused = {**openai.UNSUPPORTED, **later}
     chat, text = request_fields(openai.parse_chat), request_fields(openai.parse_completion)
     both = dict(chat.items() & text.items())
@@ -193,6 +214,8 @@ ERROR_HELP = {
     "context_length_exceeded": "Prompt and output do not fit into the context length, or into any worker.",
     "duplicate_key": "A key occurs twice in one JSON object.",
     "forbidden_origin": "A web page of another site sent the request; see `--allowed-origins`.",
+    "grammar_compiler_unavailable": "The process that compiles grammars could not be started.",
+    "grammar_too_complex": "A schema, expression or grammar takes too much time or memory, or is too large.",
     "insufficient_permissions": "The key is not the one for `/admin`.",
     "internal_error": "A fault of the server; its log has the traceback under the request id.",
     "invalid_api_key": "The key is missing or wrong.",

@@ -1,0 +1,260 @@
+"""The process that screens grammars: hostile ones, its death, its end, and the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from common.core.errors import RequestError
+from coordinator.grammar import child, compiler
+from coordinator.grammar.compiler import ERROR_S, GrammarCompiler, VerdictCache
+from coordinator.grammar.task import Answer, Task, Verdict
+from tests.fakes.checkpoint import fake_checkpoint
+from tests.pace import scaled
+from tests.tiny_tokenizers import KINDS
+from tests.unit.coordinator.grammar.matching import DIRECTORY, END_IDS, VOCAB
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+async def grammars() -> AsyncIterator[GrammarCompiler]:
+    made = GrammarCompiler(DIRECTORY, VOCAB, END_IDS)
+    yield made
+    made.close()
+
+
+async def screened(grammars: GrammarCompiler, kind: Any, value: Any = None) -> str:
+    return await grammars.compile(Task(Answer(kind, value)), {None: "field"})
+
+
+async def refusal(grammars: GrammarCompiler, kind: Any, value: Any = None) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await screened(grammars, kind, value)
+    return caught.value
+
+
+async def test_the_process_starts_with_the_first_grammar_and_ends_with_the_compiler(grammars: GrammarCompiler) -> None:
+    assert grammars.pid is None
+    assert "json" in await screened(grammars, "json")
+    process = psutil.Process(grammars.pid)
+    assert not any("torch" in mapped.path for mapped in process.memory_maps())
+    grammars.close()
+    assert not process.is_running()
+    assert (await refusal(grammars, "regex", "a")).status == 503
+
+
+async def test_errors_name_the_field(grammars: GrammarCompiler) -> None:
+    error = await refusal(grammars, "json_schema", {"properties": {"a": {"not": {}}}})
+    assert (error.status, error.param, error.code) == (400, "field.properties.a.not", "unsupported")
+    assert "'not'" in error.message
+    long = await refusal(grammars, "json_schema", {"properties": {"x" * 1000: {"not": {}}}})
+    assert long.param is not None and len(long.param) <= 256 and len(long.message) < 500
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"anyOf": [{"type": "array", "items": schema}, {"type": "null"}]}
+    return schema
+
+
+HOSTILE: dict[str, tuple[str, Any]] = {
+    "repetition": ("regex", "(a{1000}){1000}"),
+    "repetitions of repetitions": ("regex", "(((((a{10}){10}){10}){10}){10}){10}"),
+    "nested groups": ("regex", "(" * 5000 + ")" * 5000),
+    "a large alternative": ("regex", "|".join(f"{number}x{{{number}}}" for number in range(3000))),
+    "an intersection of classes": ("regex", r"(\pL|\d){1,5000}(\w+\s){1,5000}" * 20),
+    "a large enum": ("json_schema", {"enum": [f"value {number}" for number in range(100_000)]}),
+    "an enum of objects": ("json_schema", {"enum": [{"a": f"v{at}", "b": [at] * 5} for at in range(5000)]}),
+    "allOf of anyOf": (
+        "json_schema",
+        {"allOf": [{"anyOf": [{"required": [f"p{at}"]}, {"required": [f"q{at}"]}]} for at in range(16)]},
+    ),
+    "patterns": (
+        "json_schema",
+        {"properties": {f"p{at}": {"type": "string", "pattern": f"(a|b)*a(a|b){{{at}}}"} for at in range(2000)}},
+    ),
+    "deep nesting": ("json_schema", nested(60)),
+    "deep text": ("json_schema", "[" * 1_000_000),
+    "a megabyte of schema": ("json_schema", {"properties": {f"p{at}": {"const": "x" * 50} for at in range(20_000)}}),
+    "a reference to itself": ("json_schema", {"$ref": "#"}),
+    "references in a circle": ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}),
+    "a remote reference": ("json_schema", {"$ref": "http://127.0.0.1:9/schema.json"}),
+    "long arrays of long arrays": (
+        "json_schema",
+        {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6, "items": {"const": 1}}},
+    ),
+    "a left-recursive grammar": ("lark", "start: start start | start"),
+    "a grammar of empty rules": ("lark", "start: a*\na: b*\nb: c*\nc: "),
+    "a large grammar": ("lark", "start: a0\n" + "\n".join(f"a{at}: a{at + 1} a{at + 1}" for at in range(5000))),
+}
+"""Constraints that an attacker may send. Those that llguidance compiles quickly may be accepted."""
+HARMLESS = {
+    "an intersection of classes",
+    "long arrays of long arrays",
+    "patterns",
+    "a large alternative",
+    "a grammar of empty rules",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_constraint_is_refused_in_time_and_stalls_no_other(
+    grammars: GrammarCompiler, name: str
+) -> None:
+    await screened(grammars, "json")
+    pid = grammars.pid
+    began = time.monotonic()
+    hostile = asyncio.ensure_future(screened(grammars, *HOSTILE[name]))
+    await screened(grammars, "regex", "a+")  # beside it
+    beside = time.monotonic() - began
+    if name in HARMLESS:
+        await asyncio.wait([hostile])
+    else:
+        with pytest.raises(RequestError) as caught:
+            await hostile
+        error = caught.value
+        assert error.status == 400 and error.code is not None and error.param is not None
+        assert len(error.message) < 600 and "\n" not in error.message
+    assert time.monotonic() - began < scaled(compiler.SECONDS + 1.5) and beside < scaled(1.5)
+    assert await screened(grammars, "regex", "b+")
+    assert grammars.pid == pid and not psutil.Process(pid).children()
+
+
+async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MEMORY", 8 << 20)
+    grammars = GrammarCompiler(DIRECTORY, VOCAB, END_IDS)
+    try:
+        assert await screened(grammars, "regex", "a")
+        error = await refusal(grammars, *HOSTILE["an enum of objects"])
+        assert error.code == "grammar_too_complex" and "memory" in error.message
+        assert await screened(grammars, "regex", "ab")
+    finally:
+        grammars.close()
+
+
+async def test_requests_for_one_content_are_one_compilation_and_verdicts_are_kept(grammars: GrammarCompiler) -> None:
+    slow = HOSTILE["an enum of objects"]
+    waiting = [asyncio.ensure_future(refusal(grammars, *slow)) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert len(grammars._pending) == 1
+    errors = await asyncio.gather(*waiting)
+    assert {error.message for error in errors} == {errors[0].message}
+    began = time.monotonic()
+    assert (await refusal(grammars, *slow)).message == errors[0].message
+    assert time.monotonic() - began < 0.5
+
+
+async def test_one_client_that_leaves_takes_nothing_from_the_others(grammars: GrammarCompiler) -> None:
+    first = asyncio.ensure_future(screened(grammars, "regex", "x+"))
+    second = asyncio.ensure_future(screened(grammars, "regex", "x+"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert "x+" in await second
+    alone = asyncio.ensure_future(screened(grammars, "regex", "y+"))
+    await asyncio.sleep(0)
+    alone.cancel()
+    assert "y+" in await screened(grammars, "regex", "y+")
+
+
+async def test_a_full_queue_refuses_with_429_and_forgets_those_who_left(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MAX_WAITING", 3)
+    waiting = [asyncio.ensure_future(screened(grammars, "regex", f"a{number}")) for number in range(3)]
+    await asyncio.sleep(0)  # the process is starting, so all of them wait
+    error = await refusal(grammars, "regex", "b")
+    assert error.status == 429 and error.retry_after_s
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert await screened(grammars, "regex", "c")
+    assert len(await asyncio.gather(*waiting[1:])) == 2
+
+
+async def test_a_process_that_dies_is_replaced_and_its_tasks_are_tried_again(grammars: GrammarCompiler) -> None:
+    await screened(grammars, "json")
+    first = grammars.pid
+    assert first is not None
+    slow = asyncio.ensure_future(refusal(grammars, *HOSTILE["repetition"]))
+    while not psutil.Process(first).children():  # noqa: ASYNC110 - another process forks
+        await asyncio.sleep(0.001)
+    os.kill(first, signal.SIGKILL)
+    assert (await slow).code == "grammar_too_complex"
+    assert grammars.pid not in (None, first)
+    assert await screened(grammars, "regex", "a")
+
+
+async def test_a_process_that_hangs_is_killed(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "GRACE_S", -1.5)
+    await screened(grammars, "json")
+    first = grammars.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    assert await screened(grammars, "regex", "a")
+    assert grammars.pid != first and not psutil.pid_exists(first)
+
+
+async def test_a_process_that_cannot_start_is_said(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(child.sys, "executable", str(tmp_path / "nothing"))
+    assert (await refusal(grammars, "json")).code == "grammar_compiler_unavailable"
+    monkeypatch.setattr(child.sys, "executable", "/bin/false")
+    error = await refusal(grammars, "json")
+    assert (error.status, error.code) == (503, "grammar_compiler_unavailable") and error.retry_after_s
+    monkeypatch.undo()
+    assert sys.executable and await screened(grammars, "json")
+
+
+async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(tmp_path: Path) -> None:
+    KINDS["word_piece"]().save(str(tmp_path / "tokenizer.json"))
+    grammars = GrammarCompiler(tmp_path, 600, (0,))
+    try:
+        for _ in range(2):
+            error = await refusal(grammars, "json")
+            assert (error.status, error.code, error.param) == (400, "unsupported", "field")
+    finally:
+        grammars.close()
+
+
+async def test_the_fake_checkpoint_works_too(tmp_path: Path) -> None:
+    grammars = GrammarCompiler(fake_checkpoint(tmp_path / "m"), 512, (1,))
+    try:
+        assert await screened(grammars, "json")
+    finally:
+        grammars.close()
+
+
+def test_the_cache_is_bounded_and_errors_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = VerdictCache()
+    monkeypatch.setattr(compiler, "CACHE_BYTES", 100)
+    for number in range(10):
+        cache.put(bytes([number]), Verdict("x" * 30))
+    assert [number for number in range(10) if cache.get(bytes([number]))] == [7, 8, 9]
+    cache.get(b"\x07")
+    cache.put(b"new", Verdict("x" * 30))
+    assert cache.get(b"\x07") and not cache.get(b"\x08")
+    cache.put(b"bad", Verdict(error="no"))
+    assert cache.get(b"bad")
+    later = time.monotonic() + ERROR_S + 1
+    monkeypatch.setattr(compiler.time, "monotonic", lambda: later)
+    assert cache.get(b"bad") is None and cache.get(b"\x07")
+
+
+def test_a_task_is_the_same_bytes_whenever_it_is_encoded() -> None:
+    one = Task(Answer("json_schema", {"b": 1, "a": [None, 2.5]}))
+    assert msgspec.msgpack.encode(one) == msgspec.msgpack.encode(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Task)
+    )
