@@ -54,7 +54,7 @@ class ScreeningProcess:
             with theirs:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "coordinator.grammar.screening", str(os.getpid())],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     process_group=0,  # a terminal's Ctrl-C goes to the coordinator alone
                     env={**os.environ, **_ENVIRONMENT},

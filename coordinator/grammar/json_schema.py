@@ -206,7 +206,7 @@ class _Preparation:
             types |= {"integer"}
         needed, properties = schema.get("required"), schema.get("properties")
         required: dict[str, _Values] = {}
-        if levels and types == {"object"} and isinstance(needed, list) and isinstance(properties, dict):
+        if levels and types == frozenset({"object"}) and isinstance(needed, list) and isinstance(properties, dict):
             required = {name: self._values(properties[name], levels - 1) for name in needed if name in properties}
         return _Values(types, constants, required)
 

@@ -282,7 +282,7 @@ def request_fields(parse: Callable[..., object]) -> dict[str, str]:
     """The fields that ``parse`` reads from a request body, with their types and ranges, found in its source."""
     functions = {
         node.name: node
-        for module in (openai, chat_messages, tools)
+        for module in (openai, chat_messages, structured, tools)
         for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.FunctionDef)
     }
