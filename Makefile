@@ -33,16 +33,17 @@ test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another 
 
 # Most side by side, and with them the types; by themselves those that bound times closely, of which two at a time those
 # of whole systems, which mostly wait for what a fault leads to; not so the flood, under which nothing else may compute.
-# All of it is run, whatever fails.
+# Of those only the files are imported that have such tests. All of it is run, whatever fails.
 FLOOD := tests/security/test_tokenize_flood.py
+alone = $$(grep -rl --include '*.py' 'mark\.alone' $(1) | grep -v $(FLOOD))
 tests: style
 	@said=$$(mktemp); set -m; (nice $(TYPES) && nice $(SITE)) >$$said 2>&1 & checking=$$!; set +m; \
 	 trap 'kill -- -$$checking 2>/dev/null; rm -f $$said' EXIT; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses 4 --dist loadscope --durations 25; beside=$$?; \
 	 wait $$checking; checked=$$?; cat $$said; \
-	 $(BIN)/python -m pytest $(OPTIONS) -m alone tests/unit $(FLOOD); alone=$$?; \
+	 $(BIN)/python -m pytest $(OPTIONS) -m alone $(call alone,tests/unit) $(FLOOD); alone=$$?; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m alone --numprocesses 2 --dist loadscope \
-	     --ignore $(FLOOD) tests/chaos tests/e2e tests/security; systems=$$?; \
+	     $(call alone,tests/chaos tests/e2e tests/security); systems=$$?; \
 	 exit $$((beside || checked || alone || systems))
 
 check: style types site ## style, types, import contracts, and the documentation without a warning

@@ -139,13 +139,15 @@ class TileShape(NamedTuple):
 
 def decode_tile(dtype: torch.dtype, group: int, k_dim: int, v_dim: int, is_fp8: bool = False) -> TileShape:
     """Return the tile of a decode program: the ``group`` query heads of one KV head, padded to a matrix instruction.
-    Widening KV from fp8 takes registers, so where the tile is large more warps share it."""
+    Widening KV from fp8 and many heads take registers: then more warps share the tile, or it has fewer positions."""
     m, wide = power_of_two(group), max(power_of_two(k_dim), power_of_two(v_dim))
     if few_tiles:
         return TileShape(m, 64, 4, 1)
     if dtype == torch.float32:
         return _fitted(TileShape(m, 16, 8 if m > 16 or is_fp8 else 4, 3), dtype, k_dim, v_dim)
-    many = 8 if m > 64 or (is_fp8 and wide > 128) else 4
+    if m > 64:
+        return _fitted(TileShape(m, 32, 8, 3), dtype, k_dim, v_dim)
+    many = 16 if is_fp8 and wide > 128 else 4
     return _fitted(TileShape(m, 64 if wide <= 256 else 32, many, 3), dtype, k_dim, v_dim)
 
 
