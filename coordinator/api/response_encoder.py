@@ -295,17 +295,14 @@ class ChatShape:
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
         first = len(choice.ids) == 1
-        logprobs = b"null"
-        if piece.logprobs is not None:
-            content = [chat_logprob(self._text, piece.token, piece.logprobs)]
-            logprobs = encode({"content": content, "refusal": None})
+        opening = b'{"index":%d,"delta":{"role":"assistant",' if first else b'{"index":%d,"delta":{'
         parts = [
             self._chunks.start,
-            (b'{"index":%d,"delta":{"role":"assistant",' if first else b'{"index":%d,"delta":{') % choice.index,
-            b'"content":' + encode(piece.text) if piece.delta is None else delta_members(piece.delta, first),
-            b'},"logprobs":',
-            logprobs,
-            b',"finish_reason":null',
+            opening % choice.index,
+            b'"content":%b' % encode(piece.text) if piece.delta is None else delta_members(piece.delta, first),
+            b'},"logprobs":null,"finish_reason":null'
+            if piece.logprobs is None
+            else self._logprobs(piece, piece.logprobs),
         ]
         tail = self._chunks.close(usage)
         if self._options.return_token_ids:
@@ -313,7 +310,13 @@ class ChatShape:
             if first and choice.index == 0:
                 rest = tail[1:] if tail[1:2] == b"," else b"}\n\n"
                 tail = b'],"prompt_token_ids":' + encode(choice.prompt) + rest
-        return b"".join((*parts, b"}", tail))
+        parts += (b"}", tail)
+        return b"".join(parts)
+
+    def _logprobs(self, piece: Piece, logprobs: Logprobs) -> bytes:
+        """Return the members of a chunk behind its delta."""
+        content = [chat_logprob(self._text, piece.token, logprobs)]
+        return b'},"logprobs":%b,"finish_reason":null' % encode({"content": content, "refusal": None})
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         shown: Json = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
