@@ -6,14 +6,13 @@ Responses API, which some clients also send to chat completions. Must not know h
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from coordinator.api.fields import Fields, refuse, wrong_type
 from coordinator.requests.spec import Json, ToolUse
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
-_CHOICES = "'tool_choice' must be one of none, auto, required, or an object."
 _OTHER_KINDS = (
     "custom",
     "web_search",
@@ -34,6 +33,17 @@ class OfferedTools(NamedTuple):
     use: ToolUse | None
 
 
+class _Tool(NamedTuple):
+    """A tool in its nested form, and the path of its parameters in the request."""
+
+    json: Json
+    params: str
+
+
+_Tools = dict[str, _Tool]
+"""Tools by name."""
+
+
 def parse_tools(fields: Fields) -> OfferedTools:
     """Return the tools of a chat request. Raises RequestError for an invalid tool, two tools of one name, or a
     ``tool_choice`` that the tools cannot satisfy.
@@ -43,23 +53,32 @@ def parse_tools(fields: Fields) -> OfferedTools:
     tools = _tools(fields)
     parallel = fields.boolean("parallel_tool_calls", True)
     choice = fields.raw("tool_choice")
-    if choice is not None and not isinstance(choice, str | dict):
-        refuse(_CHOICES, "tool_choice")
     if isinstance(choice, dict):
         return _object_choice(Fields(choice, "tool_choice"), tools, parallel)
-    if choice not in (None, "none", "auto", "required"):
-        refuse(_CHOICES, "tool_choice")
+    if choice not in (None, "auto", "none", "required"):
+        refuse("'tool_choice' must be one of none, auto, required, or an object.", "tool_choice")
     if choice == "required":
         _check_there_are(tools)
-        return _offer(tools, ToolUse(tools=tuple(tools.values()), choice="required", parallel=parallel))
+        return _offer(tools, _use(tools, "required", parallel))
     if choice == "none" or not tools:
         return OfferedTools(None, None)
-    return _offer(tools, ToolUse(tools=tuple(tools.values()), parallel=parallel))
+    return _offer(tools, _use(tools, "auto", parallel))
 
 
-def _offer(tools: dict[str, Json], use: ToolUse) -> OfferedTools:
+def _use(tools: _Tools, choice: Literal["auto", "required", "named"], parallel: bool) -> ToolUse:
+    """Return the use of all ``tools``."""
+    every = tools.values()
+    return ToolUse(
+        tools=tuple(tool.json for tool in every),
+        params=tuple(tool.params for tool in every),
+        choice=choice,
+        parallel=parallel,
+    )
+
+
+def _offer(tools: _Tools, use: ToolUse) -> OfferedTools:
     """Return ``tools`` for the template, without ``strict``, which is meant for the server."""
-    return OfferedTools([_without_strict(tool) for tool in tools.values()], use)
+    return OfferedTools([_without_strict(tool.json) for tool in tools.values()], use)
 
 
 def _without_strict(tool: Json) -> Json:
@@ -73,9 +92,8 @@ def _without_strict(tool: Json) -> Json:
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> dict[str, Json]:
-    """Return the tools by name, in their nested form."""
-    tools: dict[str, Json] = {}
+def _tools(fields: Fields) -> _Tools:
+    tools: _Tools = {}
     for index, entry in enumerate(fields.array("tools", MAX_TOOLS) or ()):
         at = f"tools[{index}]"
         name, tool = _tool(entry, at)
@@ -85,7 +103,8 @@ def _tools(fields: Fields) -> dict[str, Json]:
     return tools
 
 
-def _tool(entry: object, at: str) -> tuple[str, Json]:
+def _tool(entry: object, at: str) -> tuple[str, _Tool]:
+    """Return the name and the tool of one element of ``tools``."""
     if not isinstance(entry, dict):
         wrong_type(at, "an object", entry)
     tool = Fields(entry, at)
@@ -98,13 +117,13 @@ def _tool(entry: object, at: str) -> tuple[str, Json]:
     function.string("description", limit=1 << 26)
     function.mapping("parameters")
     function.boolean("strict", False)
-    if flat:
-        inner = {key: value for key, value in entry.items() if key != "type" and value is not None}
-        return name, {"type": "function", "function": inner}
-    inner = entry["function"]
-    if None in inner.values():
-        return name, {**entry, "function": {key: value for key, value in inner.items() if value is not None}}
-    return name, entry
+    nested = entry
+    if flat or None in function.values.values():
+        inner = {
+            key: value for key, value in function.values.items() if value is not None and not (flat and key == "type")
+        }
+        nested = {"type": "function", "function": inner} if flat else {**entry, "function": inner}
+    return name, _Tool(nested, function.at("parameters"))
 
 
 def _refuse_kind(kind: str | None, allowed: str, at: str) -> NoReturn:
@@ -118,28 +137,28 @@ def _refuse_kind(kind: str | None, allowed: str, at: str) -> NoReturn:
 # -- tool_choice ------------------------------------------------------------------------------------------------------
 
 
-def _check_there_are(tools: dict[str, Json]) -> None:
+def _check_there_are(tools: _Tools) -> None:
     if not tools:
         refuse("'tool_choice' can only require a call if 'tools' has functions.", "tool_choice")
 
 
-def _object_choice(choice: Fields, tools: dict[str, Json], parallel: bool) -> OfferedTools:
+def _object_choice(choice: Fields, tools: _Tools, parallel: bool) -> OfferedTools:
     kind = choice.string("type")
     if kind == "function":
         name = _named(choice, tools)
-        return _offer(tools, ToolUse(tools=(tools[name],), choice="named", parallel=parallel))
+        return _offer(tools, _use({name: tools[name]}, "named", parallel))
     if kind != "allowed_tools":
         _refuse_kind(kind, "function or allowed_tools", "tool_choice.type")
     return _allowed(choice.nested("allowed_tools") or choice, tools, parallel)
 
 
-def _allowed(allowed: Fields, tools: dict[str, Json], parallel: bool) -> OfferedTools:
+def _allowed(allowed: Fields, tools: _Tools, parallel: bool) -> OfferedTools:
     """Return the choice among some of ``tools``: those listed in the field ``tools`` of ``allowed``."""
     mode = allowed.choice("mode", ("auto", "required")) or allowed.missing("mode")
     entries = allowed.array("tools", MAX_TOOLS)
     if not entries:
         allowed.missing("tools")
-    chosen: dict[str, Json] = {}
+    chosen: _Tools = {}
     for index, entry in enumerate(entries):
         at = f"{allowed.at('tools')}[{index}]"
         if not isinstance(entry, dict):
@@ -148,11 +167,10 @@ def _allowed(allowed: Fields, tools: dict[str, Json], parallel: bool) -> Offered
         tool.choice("type", ("function",))
         name = _named(tool, tools)
         chosen[name] = tools[name]
-    use = ToolUse(tools=tuple(chosen.values()), choice="required" if mode == "required" else "auto", parallel=parallel)
-    return _offer(chosen, use)
+    return _offer(chosen, _use(chosen, "required" if mode == "required" else "auto", parallel))
 
 
-def _named(reference: Fields, tools: dict[str, Json]) -> str:
+def _named(reference: Fields, tools: _Tools) -> str:
     """Return the function name in ``reference``, in either form. Raises RequestError if no tool has it."""
     function = reference if reference.has("name") else reference.nested("function") or reference.missing("function")
     name = function.string("name") or function.missing("name")

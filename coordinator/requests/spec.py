@@ -73,11 +73,15 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How an answer may call functions. ``tools``: those that it may call, in OpenAI's nested form, with ``strict`` if
-    the client set it. ``choice``: whether it may call them (auto), must call at least one of them (required), or must
-    call the only one (named). ``parallel``: whether it may make several calls."""
+    """How an answer may call functions.
+
+    ``tools``: those that it may call, in OpenAI's nested form, with ``strict`` if the client set it. ``params``: the
+    paths of their parameters in the request, for error messages. ``choice``: whether it may call them (auto), must call
+    at least one of them (required), or must call the only one (named). ``parallel``: whether it may make several
+    calls."""
 
     tools: tuple[Json, ...]
+    params: tuple[str, ...]
     choice: Literal["auto", "required", "named"] = "auto"
     parallel: bool = True
 

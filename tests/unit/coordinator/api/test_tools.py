@@ -41,6 +41,7 @@ def test_tools_are_optional() -> None:
 def test_choices_by_word() -> None:
     prompt, use = offered(tools=TOOLS)
     assert prompt == TOOLS and use.choice == "auto" and list(use.tools) == TOOLS and use.parallel
+    assert use.params == ("tools[0].function.parameters", "tools[1].function.parameters")
     assert offered(tools=TOOLS, tool_choice="auto") == (prompt, use)
     assert offered(tools=TOOLS, tool_choice="none") == (None, None)
     prompt, use = offered(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
@@ -69,7 +70,8 @@ def test_only_allowed_tools_are_offered(reference: dict[str, Any], nested: bool,
 
 def test_the_flat_form_becomes_the_nested_one() -> None:
     flat = {"type": "function", "name": "weather", "description": "Get it", "parameters": SCHEMA, "strict": None}
-    assert offered(tools=[flat]).prompt == [WEATHER]
+    prompt, use = offered(tools=[flat])
+    assert prompt == [WEATHER] and use.params == ("tools[0].parameters",)
 
 
 def test_strict_is_for_the_server_and_not_for_the_template() -> None:
