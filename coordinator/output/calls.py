@@ -51,28 +51,31 @@ class Context:
 
 
 def read_json_calls(context: Context, known_only: bool = False) -> CallReading:
-    """Read an object ``{"name": ..., "arguments": {...}}`` or an array of such objects.
+    """Read an object ``{"name": ..., "arguments": {...}}`` or an array of such objects; in a section without other
+    markers also several objects. They may stand in a code block.
 
     Keys may come in any order, and other keys are ignored. Missing or null arguments are an empty object; arguments
     given as a string of JSON are decoded. An object without a name, or with arguments that are no object, is no call.
     ``known_only``: neither is one that does not begin with the name of a known tool."""
-    stream = context.stream
-    if (yield from stream.skip_space()) != "[":
-        return (yield from _JsonCall(context, known_only).read())
-    stream.at += 1
+    format, stream = context.format, context.stream
+    if not known_only:
+        yield from stream.accept(markers("```json"))
+    listed = (yield from stream.skip_space()) == "["
+    stream.at += listed
+    several = listed or bool(format.section[0] and not format.begin)
     outcome: Outcome = "none"
     while True:
         char = yield from stream.skip_space()
+        if outcome == "whole" and not (several and char and char in ",{"):
+            stream.at += char == "]" and listed
+            return "whole" if char == "]" or not listed else "broken"
         if char == ",":
             stream.at += 1
-        elif char == "]" and outcome == "whole":
-            stream.at += 1
-            return "whole"
-        else:
-            following = yield from _JsonCall(context, known_only).read()
-            if following != "whole":
-                return "broken" if outcome == "whole" else following
-            outcome = following
+            continue
+        following = yield from _JsonCall(context, known_only).read()
+        if following != "whole":
+            return "broken" if outcome == "whole" else following
+        outcome = following
 
 
 class _JsonCall:

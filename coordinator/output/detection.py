@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
+from coordinator.output.regions import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class _Sign:
 
 _TOOLS = (
     _Sign("openai", ("<|channel|>", "<|message|>")),
+    _Sign("deepseek_v4", ("｜DSML｜", "tool_calls>")),
     _Sign("deepseek_v32", ("｜DSML｜",)),
     _Sign("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
     _Sign("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
@@ -27,13 +29,16 @@ _TOOLS = (
     _Sign("glm45", ("<arg_key>",)),
     _Sign("seed_oss", ("<seed:tool_call>",)),
     _Sign("qwen3_coder", ("<function=", "<parameter=")),
+    _Sign("functionary_v31", ("<function=", "</function>")),
     _Sign("gemma4", ("<|tool_call>call:",)),
     _Sign("functiongemma", ("<start_function_call>",)),
     _Sign("mistral", ("[TOOL_CALLS]", "[ARGS]")),
     _Sign("mistral_list", ("[TOOL_CALLS]",)),
     _Sign("cohere_command3", ("<|START_ACTION|>",)),
-    _Sign("command_r", ("Action: ```json",)),
     _Sign("command_r", ("Action:", "tool_name", "<|START_OF_TURN_TOKEN|>")),
+    _Sign("hunyuan_a13b", ("<tool_calls>[",)),
+    _Sign("minimax", ("<tool_calls>", '"arguments"')),
+    _Sign("unknown", ("<mm:think>",)),
     _Sign("nemotron_json", ("<TOOLCALL>",)),
     _Sign("phi4_mini_json", ("functools[",)),
     _Sign("phi4_mini", ("<|tool_call|>", "<|/tool_call|>")),
@@ -49,7 +54,8 @@ _TOOLS = (
     _Sign("llama3_json", ("<|start_header_id|>", '"parameters": ')),
     _Sign("llama3_json", ("<|python_tag|>",)),
 )
-"""In the order in which they are tried: a family whose markers are another one's and more comes first."""
+"""In the order in which they are tried: a family whose markers are another one's and more comes first. The name
+"unknown" is for a notation that looks like another one."""
 
 _REASONING = (
     _Sign("openai_gptoss", ("<|channel|>", "<|message|>")),
@@ -68,13 +74,17 @@ _REASONING = (
 )
 
 
-def detect(template_source: str, special: Collection[str]) -> OutputFormat:
-    """Return the format that a chat template writes; where it shows none, the one that control tokens show.
+def detect(template_source: str, special: Collection[str], response_template: object = None) -> OutputFormat:
+    """Return the format that a chat template writes; where it shows none, the one that added tokens show.
 
-    ``special``: texts of the tokenizer's added tokens, control tokens or not. A template that writes neither calls nor
-    reasoning, with a vocabulary that has no tokens for them, gives a format without both."""
+    ``special``: texts of the tokenizer's added tokens, control tokens or not. ``response_template``: what
+    ``tokenizer_config.json`` has under that name; it counts if the notation of calls is not known otherwise, because
+    with a known one arguments are streamed. If nothing shows a notation, the format is one without any."""
     tokens = "\n".join(special)
     tools = _first(_TOOLS, template_source) or _first(_TOOLS, tokens)
+    regions = load(response_template) if not tools else None
+    if regions is not None:
+        return OutputFormat(regions=regions)
     reasoning = _first(_REASONING, template_source) or _first(_REASONING, tokens)
     return OutputFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning))
 

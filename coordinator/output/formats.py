@@ -21,13 +21,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from coordinator.output.regions import RegionFormat
+
 ToolStyle = Literal["json", "named", "parameters", "pythonic", "channels"]
 ReasoningStyle = Literal["tags", "channels"]
 
 
 def pieces(text: str) -> tuple[str, ...]:
     """Split a text of a format into markers, between which whitespace may stand."""
-    return tuple(piece for piece in re.split(r"\n|(?<=```)(?=<)", text) if piece)
+    return tuple(piece for piece in re.split(r"\n| (?=```)|(?<=```)(?=<)", text) if piece)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,9 @@ class ToolFormat:
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Markers before the name or object of a call, in their order; all but the last may be missing."""
-        return pieces(f"{self.section[0]}\n{self.begin}")
+        """Markers before the name or object of a call, in their order; all but the last may be missing. The fence of a
+        code block is none, because other text has fences too."""
+        return tuple(piece for piece in pieces(f"{self.section[0]}\n{self.begin}") if not piece.startswith("```"))
 
     @property
     def closing(self) -> tuple[str, ...]:
@@ -100,10 +103,23 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How one model writes. None: it has no such thing, or its notation is not known."""
+    """How one model writes. None: it has no such thing, or its notation is not known.
+
+    ``regions``: what the tokenizer says itself, instead of both others."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    regions: RegionFormat | None = None
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls can be told from content."""
+        return self.tools is not None or (self.regions is not None and self.regions.reads_calls)
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning can be told from content."""
+        return self.reasoning is not None or (self.regions is not None and self.regions.reasoning is not None)
 
 
 HERMES = ToolFormat(name="hermes", style="json", begin="<tool_call>\n", end="\n</tool_call>", between="\n")
@@ -147,6 +163,17 @@ _MINIMAX = ToolFormat(
     after_key='">',
     after_value="</parameter>\n",
     end="</invoke>\n",
+)
+_DSML = replace(
+    _MINIMAX,
+    name="deepseek_v32",
+    section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    begin='<｜DSML｜invoke name="',
+    key='<｜DSML｜parameter name="',
+    after_key='" string="true">',
+    after_value="</｜DSML｜parameter>\n",
+    end="</｜DSML｜invoke>\n",
+    typed=True,
 )
 _GLM = ToolFormat(
     name="glm45",
@@ -200,18 +227,16 @@ _TOOLS = (
         end="\n```<｜tool▁call▁end｜>",
         between="\n",
     ),
+    _DSML,
     replace(
-        _MINIMAX,
-        name="deepseek_v32",
-        section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-        begin='<｜DSML｜invoke name="',
-        key='<｜DSML｜parameter name="',
-        after_key='" string="true">',
-        after_value="</｜DSML｜parameter>\n",
-        end="</｜DSML｜invoke>\n",
-        typed=True,
+        _DSML,
+        name="deepseek_v4",
+        section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
     ),
     _MINIMAX,
+    ToolFormat(name="minimax", style="json", section=("<tool_calls>\n", "\n</tool_calls>"), between="\n"),
+    ToolFormat(name="hunyuan_a13b", style="json", section=("<tool_calls>", "</tool_calls>"), listed=True, between=", "),
+    ToolFormat(name="functionary_v31", style="named", begin="<function=", after_name=">", end="</function>"),
     _GLM,
     replace(_GLM, name="glm47", after_name="", after_key="</arg_key><arg_value>", after_value="</arg_value>"),
     ToolFormat(

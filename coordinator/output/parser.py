@@ -17,6 +17,7 @@ from coordinator.output.formats import OutputFormat, ReasoningFormat, ToolFormat
 from coordinator.output.harmony import MARKERS, HarmonyReader
 from coordinator.output.parameters import read_parameters_call
 from coordinator.output.prose import Prose
+from coordinator.output.region_reader import RegionReader
 from coordinator.output.text_stream import Markers, Reading, TextStream, markers
 from coordinator.requests.spec import Json
 
@@ -47,15 +48,20 @@ class OutputParser:
         self._writer = DeltaWriter()
         tool_format = format.tools if parse_tools else None
         reasoning = format.reasoning if parse_reasoning else None
-        self._known = _known_texts(tool_format, reasoning)
+        known: dict[str, Json] | None = schemas(tools) if parse_tools else None
         context = None
-        if tool_format is not None:
-            context = Context(self._stream, self._writer, tool_format, schemas(tools), new_id)
-        reader: _Reader | HarmonyReader
-        if "channels" in (format.tools and format.tools.style, format.reasoning and format.reasoning.style):
-            self._known = list(MARKERS)
+        if tool_format is not None and known is not None:
+            context = Context(self._stream, self._writer, tool_format, known, new_id)
+        self._markers: list[str] | None = None
+        """Texts that control tokens may be part of; None: any."""
+        reader: _Reader | HarmonyReader | RegionReader
+        if format.regions is not None:
+            reader = RegionReader(format.regions, self._stream, self._writer, known, parse_reasoning, new_id)
+        elif "channels" in (format.tools and format.tools.style, format.reasoning and format.reasoning.style):
+            self._markers = list(MARKERS)
             reader = HarmonyReader(self._stream, self._writer, context, reasoning is not None)
         else:
+            self._markers = _marker_texts(tool_format, reasoning)
             reader = _Reader(self._stream, self._writer, context, reasoning)
         self._reading: Reading | None = reader.read(thinking)
         next(self._reading)
@@ -73,7 +79,7 @@ class OutputParser:
     def push(self, text: str, special: bool = False) -> Delta:
         """Return what ``text``, the text of the next token, adds. ``special``: it is a control token; one that is no
         part of a marker is dropped."""
-        if text and (not special or any(text in known for known in self._known)):
+        if text and (not special or self._markers is None or any(text in known for known in self._markers)):
             self._stream.push(text, special)
             self._resume()
         return self._writer.take()
@@ -104,7 +110,7 @@ def schemas(tools: Sequence[Json]) -> dict[str, Json]:
     return found
 
 
-def _known_texts(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
+def _marker_texts(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
     """Return the texts that control tokens may be part of."""
     texts = list[str]()
     if tools is not None:
@@ -124,6 +130,7 @@ class _Reader:
         self._stream = stream
         self._writer = writer
         self._content = Prose(writer.content, inner=context is not None)
+        self._thought = Prose(writer.reasoning)
         self._context = context
         self._reasoning = reasoning
         self._opening: tuple[str, ...] = ()
@@ -175,7 +182,7 @@ class _Reader:
 
     def _reason(self, format: ReasoningFormat) -> Generator[None, None, str]:
         """Read reasoning to its end. Return the marker of a call if that ended it."""
-        prose = Prose(self._writer.reasoning)
+        prose = self._thought
         prose.mark()
         calls = self._triggers if format.ended_by_call else ()
         self._writer.in_reasoning = True

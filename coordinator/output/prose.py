@@ -8,7 +8,8 @@ from coordinator.output.text_stream import SPACE
 
 
 class Prose:
-    """Passes text on to ``write``, without the whitespace next to markers.
+    """Passes text on to ``write``, without the whitespace next to markers; text on both sides of one is separated by a
+    line break.
 
     Whitespace is withheld until other text follows it, so that it can be dropped if a marker follows instead; with
     ``inner`` False only at the beginning."""
@@ -21,6 +22,7 @@ class Prose:
         self._keep = True
         """Whether whitespace at the beginning is passed on if text follows it."""
         self._space = list[str]()
+        self._separator = ""
 
     def add(self, text: str) -> None:
         if self.begun and not self._inner:
@@ -33,7 +35,8 @@ class Prose:
             body = text
         if body:
             self.begun = True
-            self._write("".join([*self._space, body]))
+            self._write("".join([self._separator, *self._space, body]))
+            self._separator = ""
             self._space.clear()
         if len(body) < len(text):
             self._space.append(text[len(body) :])
@@ -47,4 +50,6 @@ class Prose:
     def mark(self) -> None:
         """A marker stands here: drop the whitespace on both sides."""
         self._space.clear()
+        if self.begun:
+            self._separator = "\n"
         self.begun = self._keep = False

@@ -57,16 +57,22 @@ class TextStream:
         self._record_from = 0
 
     def push(self, text: str, control: bool = False) -> None:
-        """Append ``text``, drop what was read. ``control``: the text of one control token."""
+        """Append ``text`` and drop what was read, except its last character. ``control``: this is a control token."""
         if self._record is not None:
             self._record.append(self.text[self._record_from : self.at])
-            self._record_from = 0
+        dropped = max(self.at - 1, 0)
         if self._control:
-            self._control = [(begin - self.at, end - self.at) for begin, end in self._control if begin >= self.at]
-        self.text = self.text[self.at :] + text
-        self.at = 0
+            self._control = [(first - dropped, last - dropped) for first, last in self._control if first >= self.at]
+        self.text = self.text[dropped:] + text
+        self.at -= dropped
+        self._record_from = self.at
         if control:
             self._control.append((len(self.text) - len(text), len(self.text)))
+
+    def verbatim(self, end: int) -> str:
+        """Read up to index ``end``; return that text, control tokens too."""
+        begin, self.at = self.at, end
+        return self.text[begin:end]
 
     def prose(self, end: int) -> str:
         """Read up to index ``end``; return that text without control tokens."""

@@ -91,11 +91,12 @@ def _gemma(text: str) -> list[Call]:
 _JSON = ("hermes", "granite4", "mistral_list", "cohere_command3", "command_r", "phi4_mini_json", "phi4_mini")
 _QWEN = _tagged(r"<function=(\w+)>(.*?)</function>", r"<parameter=(\w+)>\n?(.*?)\n?</parameter>")
 _ORACLES: dict[str, Any] = {
-    **dict.fromkeys((*_JSON, "granite", "granite-20b-fc", "nemotron_json"), _objects),
+    **dict.fromkeys((*_JSON, "granite", "granite-20b-fc", "nemotron_json", "minimax", "hunyuan_a13b"), _objects),
     **dict.fromkeys(("llama3_json", "llama4_json"), _from_start),
     **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2", "olmo3"), _python),
     **dict.fromkeys(("qwen3_coder", "seed_oss"), _QWEN),
     **dict.fromkeys(("functiongemma", "gemma4"), _gemma),
+    "functionary_v31": _named(r"<function=(\w+)>"),
     "mistral": _named(r"\[TOOL_CALLS\](\w+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?"),
     "deepseek_v3": _named(r"function<｜tool▁sep｜>(\w+)\n```json\n"),
     "deepseek_v31": _named(r"<｜tool▁call▁begin｜>(\w+)<｜tool▁sep｜>"),

@@ -81,7 +81,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]g[ARGS]{}"}', "", [("f", '{"a": "[TOOL_CALLS]g[ARGS]{}"}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {"b": [{}]}}}', "", [("f", '{"a": {"b": [{}]}}')]),
     # text around calls, end markers that are missing or stray
-    ("hermes", 'a\n<tool_call>{"name": "f"}</tool_call>\n\nb </tool_call>', "ab", [("f", "{}")]),
+    ("hermes", 'a\n<tool_call>{"name": "f"}</tool_call>\n\nb </tool_call>', "a\nb", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f"} b', "b", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f"}<tool_call>{"name": "g"}', "", [("f", "{}"), ("g", "{}")]),
     ("hermes", "No call </tool_call>", "No call </tool_call>", []),

@@ -9,8 +9,8 @@ from tests.unit.coordinator.output.oracle import calls_in
 from tests.unit.coordinator.output.reading import Read, cuts, parser_of, read
 from tests.unit.coordinator.output.transcripts import TRANSCRIPTS, Transcript
 
-SAME = {"qwen3_xml": "qwen3_coder"}
-"""Formats that differ from another one in nothing but their name."""
+SAME = {"qwen3_xml": "qwen3_coder", "deepseek_v4": "deepseek_v32"}
+"""Formats that differ from another one in their name and the text around their calls."""
 
 
 def _named(transcript: Transcript) -> str:

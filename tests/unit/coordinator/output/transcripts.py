@@ -326,6 +326,35 @@ _OTHERS = [
         'functools[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
         calls=[PARIS, NOW],
     ),
+    Transcript(
+        "command_r",
+        "",
+        'Plan: look.\nAction:\n```json\n[{"tool_name": "now", "parameters": {}}]\n```\nA ```json block',
+        "Plan: look.\nA ```json block",
+        calls=[NOW],
+    ),
+    Transcript(
+        "minimax",
+        "qwen3",
+        '<think>so</think>\n<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+        '{"name": "now", "arguments": {}}\n</tool_calls>',
+        thought="so",
+        calls=[PARIS, NOW],
+    ),
+    Transcript(
+        "hunyuan_a13b",
+        "qwen3",
+        '<think>so</think><tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>',
+        thought="so",
+        calls=[PARIS],
+    ),
+    Transcript(
+        "functionary_v31",
+        "",
+        'I look.\n<function=get_weather>{"city": "Paris"}</function><function=now>{}</function>',
+        "I look.",
+        calls=[PARIS, NOW],
+    ),
     Transcript("phi4_mini_json", "", "Use functools.partial", "Use functools.partial"),
     Transcript(
         "phi4_mini",
