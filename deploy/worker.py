@@ -208,6 +208,8 @@ def _ranks(config: WorkerConfig, machines: Sequence[device.Device]) -> Iterator[
     gpus = [each.address for each in machines if each.gpu is not None]
     if gpus:
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # the ranks are on one machine, and so is all that uses NCCL here
+        # else a rank would wait for the others in the middle of a capture, which may fail on one of them
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     with RankGroup(config, _shares(config), _batch_hint(config, machines[0]), _end, gpus) as ranks:
         yield ranks
 

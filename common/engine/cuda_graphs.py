@@ -9,11 +9,15 @@ next step finds them: it can be launched before the host has read them.
 Everything is queued in one order on the device, so what a step writes is there for the next one. On the host, pinned
 buffers are used in turns of two, which is enough as at most two steps are unread (:mod:`common.worker.overlap`).
 
+The ranks of a tensor-parallel worker have the same graphs. Rank 0 sends each step that it launches to the others, which
+queue it as well, and gives them its tokens within the graph (:mod:`common.engine.rank_graphs`).
+
 Rows with log-probabilities, penalties or biases, and prompts, run outside graphs.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +33,12 @@ from common.core.errors import InvariantBroken
 from common.core.sequence import Batch, StepResult
 from common.core.sequence import Sequence as Tokens
 from common.engine import faults
+from common.engine.batch import FlatStep
 from common.engine.capture_audit import audit
 from common.engine.device_sampler import Columns, sample_on_device
 from common.engine.graph_calls import Event, GraphCalls
 from common.engine.launched import LaunchedStep
+from common.engine.rank_graphs import GraphRanks
 from common.engine.sample_plan import PLAIN, Features, SamplePlanner
 from common.engine.sampler import uniforms
 from common.engine.token_counts import TokenCounts
@@ -42,6 +48,8 @@ MAX_ROWS = 512
 KINDS = (PLAIN, Features(random=True), Features(random=True, min_p=True, top_k=True, top_p=True))
 """Kinds of sampling that are captured. A step takes the first that covers all its rows; only the last one sorts."""
 _NUMBERS = ("top_k", "temperature", "top_p", "min_p")
+_OF_MODEL = 4
+"""Columns before those of sampling."""
 _NAMES = ("given", "positions", "blocks", "offsets", "noise", *_NUMBERS)
 """Columns of a step: 8-byte numbers. ``given`` is a token id, or -1 - i for the token that row i of the step before has
 sampled; ``blocks`` is -1 for padding."""
@@ -92,9 +100,10 @@ class DecodeGraphs:
         rows: int,
         device: torch.device,
         block_size: int,
+        ranks: GraphRanks | None = None,
     ) -> None:
         self._calls, self._forward, self._attention = calls, forward, attention
-        self._device, self._block_size = device, block_size
+        self._device, self._block_size, self._ranks = device, block_size, ranks
         self.sizes = sizes_of(rows)
         most = self.sizes[-1]
         self._words = torch.zeros(len(_NAMES), most, dtype=torch.int64, device=device)
@@ -104,6 +113,8 @@ class DecodeGraphs:
         """The last step's tokens, as results: -1 where the logits were not finite."""
         self._inputs = [_Input(calls.pinned(len(_NAMES), most)) for _ in range(UNREAD)]
         self._outputs = [calls.pinned(most) for _ in range(UNREAD)]
+        self._uploaded: list[Event | None] = [None] * UNREAD
+        """On other ranks than 0, which read nothing: when the device has read each of the inputs."""
         self._graphs: dict[tuple[int, Features], Callable[[], None]] = {}
         self._launched = self._read = 0
         self._rows: dict[Tokens, int] = {}
@@ -122,6 +133,8 @@ class DecodeGraphs:
         columns, plan = self._columns(1), self._attention.plan([], self.sizes[0])
         slots = columns["blocks"], columns["offsets"]
         vocab_size = self._forward(columns["given"], columns["positions"], slots, plan).shape[-1]
+        if self._ranks is not None and not self._ranks.samples:
+            return
         self._counts = TokenCounts(vocab_size, self._device)
         self._sampling = SamplePlanner(vocab_size, self._counts)
 
@@ -133,8 +146,11 @@ class DecodeGraphs:
             self._run(self.sizes[0], KINDS[-1], plan)
 
         run()  # the first run of a step fills caches and compiles kernels
-        if blockers := audit(run):
-            return f"{sum(each.times for each in blockers)} operations would stop capture, the first: {blockers[0]}"
+        blockers, why = audit(run), ""
+        if blockers:
+            why = f"{sum(each.times for each in blockers)} operations would stop capture, the first: {blockers[0]}"
+        if why := why if self._ranks is None else self._ranks.agreed(why):
+            return why
         try:
             self._calls.capture(run)
         except RuntimeError as error:
@@ -163,10 +179,11 @@ class DecodeGraphs:
         known = self._tokens.index_select(0, (-1 - given).clamp(min=0))
         ids = torch.where(given < 0, known, given)
         logits = self._forward(ids, columns["positions"], (columns["blocks"], columns["offsets"]), plan)
-        parameters = None if kind == PLAIN else self._sampling_columns(columns, ids)
-        sampled = sample_on_device(logits, parameters, kind, self._counts)[:, 0].long()
-        self._sampled[:rows].copy_(sampled)
-        self._tokens[:rows].copy_(sampled.clamp(min=0))  # a row that failed is dropped, but its input must be an id
+        if self._ranks is None or self._ranks.samples:
+            parameters = None if kind == PLAIN else self._sampling_columns(columns, ids)
+            self._sampled[:rows].copy_(sample_on_device(logits, parameters, kind, self._counts)[:, 0])
+        tokens = self._sampled[:rows].clamp(min=0)  # a row that failed is dropped, but its input must be an id
+        self._tokens[:rows].copy_(tokens if self._ranks is None else self._ranks.share_tokens(tokens))
 
     def _columns(self, rows: int) -> dict[str, torch.Tensor]:
         """Return views of the first ``rows`` numbers of each input."""
@@ -199,10 +216,10 @@ class DecodeGraphs:
         rows = next(size for size in self.sizes if size >= count)
         turn = self._launched % UNREAD
         spans = self._inputs[turn].fill(batch, self._rows, self._block_size, parameters, rows)
+        if self._ranks is not None:
+            self._ranks.launched(self._inputs[turn].step(spans), rows, KINDS.index(parameters.kind))
         try:
-            self._attention.plan(spans, rows)
-            self._calls.copy(self._words, self._inputs[turn].words)
-            self._graphs[rows, parameters.kind]()
+            self._queue(turn, spans, rows, parameters.kind)
             self._calls.copy(self._outputs[turn], self._sampled)
             done = self._calls.event()
         except RuntimeError as error:
@@ -212,6 +229,28 @@ class DecodeGraphs:
         self._parameters = parameters
         self._rows = {segment.sequence: row for row, segment in enumerate(batch.segments)}
         return _Launched(self, count, self._outputs[turn], done)
+
+    @torch.inference_mode()
+    def repeat(self, step: FlatStep, rows: int, kind: int) -> None:
+        """Queue the decode ``step`` that rank 0 has launched, by the graph of ``rows`` rows and of the kind with this
+        index."""
+        turn = self._launched % UNREAD
+        if (before := self._uploaded[turn]) is not None:
+            before.synchronize()
+        self._inputs[turn].take(step, rows)
+        self._queue(turn, step.spans, rows, KINDS[kind])
+        self._uploaded[turn] = self._calls.event()
+        self._launched += 1
+
+    def _queue(self, turn: int, spans: Sequence[Span], rows: int, kind: Features) -> None:
+        """Queue the upload of a step and its graph."""
+        self._attention.plan(spans, rows)
+        self._calls.copy(self._words, self._inputs[turn].words)
+        self._graphs[rows, kind]()
+
+    def close(self) -> None:
+        """Drop the graphs; no step can be launched any more."""
+        self._graphs.clear()
 
     def _parameters_of(self, batch: Batch) -> _Parameters | None:
         """Return the sampling parameters of the batch's rows; None if some row needs more than graphs have."""
@@ -317,6 +356,20 @@ class _Input:
         positions = [segment.end - segment.sequence.prompt_length for segment in batch.segments]
         noise = uniforms([one.seed for one in params], [each.choice for each in sequences], positions)
         self._columns["noise"][:count] = noise.view(np.int64)
+
+    def step(self, spans: list[Span]) -> FlatStep:
+        """Return what was filled in, without the sampling of its rows."""
+        given, positions, blocks, offsets = (
+            array("q", self._columns[name][: len(spans)].tobytes()) for name in _NAMES[:_OF_MODEL]
+        )
+        return FlatStep(given, positions, blocks, offsets, array("q"), spans, [])
+
+    def take(self, step: FlatStep, rows: int) -> None:
+        """Fill in ``step``, padded to ``rows`` rows."""
+        columns, count = (step.ids, step.positions, step.blocks, step.offsets), len(step.ids)
+        for name, column in zip(_NAMES, columns, strict=False):
+            self._columns[name][:count] = column
+        self.pad(count, rows)
 
     def pad(self, count: int, rows: int) -> None:
         """Make padding of the rows from ``count`` on."""

@@ -21,6 +21,8 @@ raises for everything that goes wrong on a GPU."""
 NOT_FINITE = "the model's logits are not finite"
 """The error of a row that cannot be sampled."""
 _LOST = ("CUDA error", "Triton Error [CUDA]", "CUDNN_STATUS_", "CUBLAS_STATUS_", "CUSOLVER_STATUS_", "NCCL error")
+_OF_CAPTURE = "captur"
+"""In what CUDA says of all errors of capture, which end the capture and leave the device as it was."""
 _SHORT = ("out of memory", "_ALLOC_FAILED")
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 """What torch says that it asked the device for."""
@@ -41,7 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def raise_if_lost(error: BaseException) -> None:
     """Raise DeviceLost from ``error`` if it says that the device can no longer be used."""
-    if _is_of_cuda(error) and not is_out_of_memory(error):
+    if _is_of_cuda(error) and not is_out_of_memory(error) and _OF_CAPTURE not in _first_line(error):
         raise DeviceLost(_first_line(error)) from error
 
 

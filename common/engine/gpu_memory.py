@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -29,7 +31,7 @@ class UseMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._weights = device, torch.cuda.memory_allocated(device)
-        self._activations = 0
+        self._activations: int | None = None
 
     def begin(self) -> None:
         """Measure the peak of all steps from now on."""
@@ -37,15 +39,16 @@ class UseMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def end(self) -> None:
-        """Note the peak of the steps since :meth:`begin`, which have ended."""
-        self._activations = torch.cuda.max_memory_reserved(self._device) - self._before
+        """Note the peak of the steps since :meth:`begin`, which have ended. The first call counts."""
+        if self._activations is None:
+            self._activations = torch.cuda.max_memory_reserved(self._device) - self._before
         free_cached(self._device)
 
     def read(self, rows: int, graphs: GraphUse) -> GpuUse:
         """Return what is used, where the largest step had ``rows`` tokens. To be called without a pool."""
         free_cached(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        return GpuUse(total, free, self._weights, self._activations, rows, graphs.bytes, graphs.rows)
+        return GpuUse(total, free, self._weights, self._activations or 0, rows, graphs.bytes, graphs.rows)
 
 
 def measure_use(
@@ -82,15 +85,23 @@ def measure_use(
 def _measure_graphs(trial: ModelEngine, device: torch.device, calls: GraphCalls, alone: bool) -> GraphUse:
     """Return what the CUDA graphs of ``trial`` take. Only a worker that is ``alone`` on the GPU can read from the
     memory that is free what the driver takes for them; for the others this is estimated."""
+    driver_bytes = 0 if alone else DRIVER_BYTES
+    with no_room_for_graphs(trial.max_num_seqs, device):
+        return trial.measure_graphs(calls, partial(taken, device, driver_bytes), driver_bytes)
 
-    def taken() -> int:
-        wait_for(device)
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free if alone else torch.cuda.memory_reserved(device)
 
-    what = f"for CUDA graphs of decode steps of {min(trial.max_num_seqs, MAX_ROWS)} rows"
-    with shortage_in_words(what, device, "give --enforce-eager, lower --max-num-seqs, or free the GPU"):
-        return trial.measure_graphs(calls, taken, 0 if alone else DRIVER_BYTES)
+def taken(device: torch.device, driver_bytes: int) -> int:
+    """Return the bytes that are taken of ``device`` once all work on it has ended: by all, or, if ``driver_bytes`` are
+    added for each graph, by torch in this process."""
+    wait_for(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.memory_reserved(device) if driver_bytes else total - free
+
+
+def no_room_for_graphs(rows: int, device: torch.device) -> AbstractContextManager[None]:
+    """Turn a lack of memory for graphs of up to ``rows`` rows into a StartError."""
+    what = f"for CUDA graphs of decode steps of {min(rows, MAX_ROWS)} rows"
+    return shortage_in_words(what, device, "give --enforce-eager, lower --max-num-seqs, or free the GPU")
 
 
 def run_largest(engine: ModelEngine, rows: int, sequences: int) -> None:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from common.attention.interface import Params, Rotation, bind
+from common.core.errors import StartError
 from common.engine import faults
 from common.engine.capture_audit import choose_experts
 from common.engine.cuda_graphs import KINDS, MAX_ROWS, DecodeGraphs, Slots
 from common.engine.graph_calls import GraphCalls
+from common.engine.rank_graphs import AgreedCalls, CaptureFailed, GraphRanks
 from common.model.probe import forward
 
 if TYPE_CHECKING:
@@ -42,12 +44,15 @@ class GraphUse:
 @dataclass(frozen=True)
 class Capture:
     """What is captured: decode steps of ``model``, which calls ``attention``, of up to ``rows`` rows and
-    ``max_model_len`` tokens of context. All functions are to be called in inference mode."""
+    ``max_model_len`` tokens of context. All functions are to be called in inference mode, and by all ``ranks`` of a
+    tensor-parallel worker at the same time. A rank that lacks memory outside a capture raises StartError, since the
+    others cannot know it."""
 
     model: nn.Module
     attention: PagedAttention
     rows: int
     max_model_len: int
+    ranks: GraphRanks | None = None
 
     def graphs(self, calls: GraphCalls) -> tuple[DecodeGraphs | None, str]:
         """Return the captured graphs and a note, or None and a note that says why there are none. If the device's
@@ -62,10 +67,14 @@ class Capture:
                     return None, f"{WITHOUT}{why}"
                 graphs.capture()
             except RuntimeError as error:
+                self._require_agreed(error)
                 short = _described(error)
             else:
+                if self.ranks is not None:
+                    self.ranks.close_first(graphs.close)
                 seconds = perf_counter() - started
-                note = f"decode steps of up to {most} rows run as CUDA graphs (captured in {seconds:.1f} s)"
+                where = "" if self.ranks is None else ", the same on all ranks"
+                note = f"decode steps of up to {most} rows run as CUDA graphs{where} (captured in {seconds:.1f} s)"
                 return graphs, f"{note}; for larger ones there is {short}; {_ROOM}" if short else note
             graphs = None  # frees its memory
             faults.free_cached(self.attention.store.device)
@@ -92,8 +101,19 @@ class Capture:
         total = first + more * (count - 1) + driver_bytes * count * len(KINDS)
         return GraphUse(max(0, total), graphs.sizes[-1])
 
+    def _require_agreed(self, error: RuntimeError) -> None:
+        """Raise StartError if only this rank knows of ``error``."""
+        if self.ranks is None or isinstance(error, CaptureFailed):
+            return
+        faults.raise_if_lost(error)
+        raise StartError("CUDA graphs cannot be captured", faults.describe(error), f"{_ROOM}, or give --enforce-eager")
+
     def _unusable(self) -> str:
         """Return why there can be no graphs with this backend and this pool; "" if there can."""
+        why = self._unusable_here()
+        return why if self.ranks is None else self.ranks.agreed(why)
+
+    def _unusable_here(self) -> str:
         backend: Any = self.attention.decode_backend
         if not hasattr(backend, "for_graphs"):
             return f"attention {backend.name} plans every step anew"
@@ -116,7 +136,10 @@ class Capture:
                 bind(self.model, self.attention)
 
         config: Any = self.model.config
-        graphs = DecodeGraphs(calls, run, placed.backend, rows, store.device, store.layout.block_size)
+        if self.ranks is not None:
+            calls = AgreedCalls(calls, self.ranks)
+        size = store.layout.block_size
+        graphs = DecodeGraphs(calls, run, placed.backend, rows, store.device, size, self.ranks)
         graphs.prepare(store.layout.blocks_for(self.max_model_len), config.get_text_config().num_attention_heads)
         if why := choose_experts(self.model, graphs.obstacle):
             return None, why

@@ -80,7 +80,7 @@ def load_engine(
     layout = _layout(checkpoint, ready, stored, block_size, leader)
     scales = _scales(ready, layout, leader)
     make = partial(_make_engine, checkpoint, ready, layout, scales, chosen, machine, attention, leader)
-    graph_calls = partial(CudaCalls, ready.where) if ready.where.type == "cuda" and leader is None else None
+    graph_calls = partial(CudaCalls, ready.where) if ready.where.type == "cuda" else None
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
         largest, calls = (max_batched_tokens, max_num_seqs), None if enforce_eager else graph_calls
         room = _measured_room(make, largest, checkpoint, ready, layout, share, max_model_len, calls, leader)
@@ -89,8 +89,10 @@ def load_engine(
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *ready.notes]
     _check(engine, checkpoint, ready, scales, batch_hint)
-    if machine.gpu is not None:
-        _capture(engine, graph_calls, enforce_eager, leader)
+    if graph_calls is not None and enforce_eager:
+        engine.notes.append("decode steps run without CUDA graphs, as requested")
+    elif graph_calls is not None:
+        engine.capture_graphs(graph_calls())
     return engine
 
 
@@ -133,18 +135,6 @@ def _scales(ready: PreparedModel, layout: KvLayout, leader: Leader | None) -> Kv
     if leader is None:
         return KvScales.for_peaks(ready.seen.peaks)
     return KvScales.for_peaks(whole_peaks(leader.collective, ready.seen.peaks, layout.head_shards, ready.where))
-
-
-def _capture(
-    engine: ModelEngine, graph_calls: Callable[[], GraphCalls] | None, enforce_eager: bool, leader: Leader | None
-) -> None:
-    """Capture the decode steps of an engine on a GPU, or note why not."""
-    if leader is not None:
-        engine.notes.append("decode steps run without CUDA graphs: those of a tensor-parallel worker are not captured")
-    elif graph_calls is not None and enforce_eager:
-        engine.notes.append("decode steps run without CUDA graphs, as requested")
-    elif graph_calls is not None:
-        engine.capture_graphs(graph_calls())
 
 
 def _check(

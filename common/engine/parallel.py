@@ -4,23 +4,28 @@
     rank 1..    wait for columns ────────────────► forward ──► wait again
 
 Ranks meet in the sums behind each row-wise linear layer. On a CPU they have one KV pool in common, in which each writes
-the heads that it has. On GPUs each has a slab with its heads (:mod:`common.engine.rank_pools`). Must not know how ranks
-are started or watched, nor what the other ranks do (:mod:`common.engine.rank_follower`).
+the heads that it has. On GPUs each has a slab with its heads (:mod:`common.engine.rank_pools`), and all repeat the same
+graphs of decode steps (:mod:`common.engine.rank_graphs`). Must not know how ranks are started or watched, nor what the
+other ranks do (:mod:`common.engine.rank_follower`).
 """
 
 from __future__ import annotations
 
-from array import array
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from common.attention.interface import AttentionBackend, Span, bind
+from common.attention.interface import AttentionBackend, bind
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.engine import faults
 from common.engine.batch import FlatStep
+from common.engine.graph_calls import GraphCalls
+from common.engine.graph_capture import Capture, GraphUse
+from common.engine.packed_step import pack
+from common.engine.rank_graphs import GraphRanks
 from common.engine.rank_messages import Channel
 from common.engine.rank_pools import leading_store
 from common.engine.runner import ModelEngine, PagedAttention
@@ -34,44 +39,8 @@ from common.model.parallel import load_share, whole_layers
 from common.model.parallel_check import check_split
 from common.platform.device import Device
 
-_HEADER = 3
-"""Numbers before the columns of a packed step: rows, kept rows, spans."""
-_SPAN = 4
-"""Numbers per span: row, length, start, number of blocks."""
 _OUT_OF_STEP = "the worker ends, since its ranks are out of step"
 _TOO_LARGE = f"lower --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization; {_OUT_OF_STEP}"
-
-
-# -- a step on its way ------------------------------------------------------------------------------------------------
-
-
-def pack(step: FlatStep) -> list[array[int]]:
-    """Return ``step`` as int64 columns: header, ids, positions, blocks, offsets, kept, spans, block tables."""
-    spans, tables = array("q"), array("q")
-    for span in step.spans:
-        spans.extend((span.row, span.length, span.start, len(span.blocks)))
-        tables.extend(iter(span.blocks))  # they may be an array of another kind
-    header = array("q", (len(step.ids), len(step.kept), len(step.spans)))
-    return [header, step.ids, step.positions, step.blocks, step.offsets, step.kept, spans, tables]
-
-
-def unpack(data: memoryview) -> FlatStep:
-    """Invert :func:`pack` from the bytes of all columns; ``sampled`` stays empty, since only rank 0 samples."""
-    numbers = array("q")
-    numbers.frombytes(data)
-    rows, kept, spans = numbers[:_HEADER]
-    bounds = [_HEADER]
-    for size in (rows, rows, rows, rows, kept, _SPAN * spans):
-        bounds.append(bounds[-1] + size)
-    ids, positions, blocks, offsets, last_rows, described = (numbers[first:last] for first, last in pairwise(bounds))
-    at, found = bounds[-1], list[Span]()
-    for row, length, start, count in zip(*(described[each::_SPAN] for each in range(_SPAN)), strict=True):
-        found.append(Span(row, length, start, array("i", numbers[at : at + count])))
-        at += count
-    return FlatStep(ids, positions, blocks, offsets, last_rows, found, [])
-
-
-# -- rank 0 -----------------------------------------------------------------------------------------------------------
 
 
 class _LateAttention(PagedAttention):
@@ -149,6 +118,20 @@ class LeadingEngine(ModelEngine):
         where = "GPUs" if self._device_steps is not None else "ranks"
         fusion = "" if self._device_steps is not None else "layers are not fused; "
         self.notes.append(f"tensor parallel: {size} {where}, {heads}; {fusion}{leader.note}")
+
+    def capture_graphs(self, calls: GraphCalls) -> None:
+        self._leader.channel.capture_graphs(self.max_num_seqs, self.max_model_len)
+        super().capture_graphs(calls)
+
+    def measure_graphs(self, calls: GraphCalls, taken: Callable[[], int], driver_bytes: int) -> GraphUse:
+        self._leader.channel.measure_graphs(self.max_num_seqs, self.max_model_len, driver_bytes)
+        return super().measure_graphs(calls, taken, driver_bytes)
+
+    @property
+    def _capture(self) -> Capture:
+        channel = self._leader.channel
+        ranks = GraphRanks(self._leader.collective, channel.settle, channel.share_replay)
+        return replace(super()._capture, ranks=ranks)
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
         self._leader.channel.share_step(pack(step))

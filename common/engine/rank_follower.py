@@ -17,19 +17,25 @@ from common.attention.registry import AUTO, Wanted, select_backend
 from common.checkpoint.files import Checkpoint
 from common.core.ids import BlockId
 from common.engine.batch import FlatStep
+from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_steps import uploaded
 from common.engine.faults import SMALLER_POOL, shortage_in_words, wait_for
-from common.engine.gpu_memory import UseMeter
-from common.engine.graph_capture import GraphUse
-from common.engine.parallel import unpack
+from common.engine.gpu_memory import UseMeter, no_room_for_graphs, taken
+from common.engine.graph_calls import CudaCalls
+from common.engine.graph_capture import Capture, GraphUse
+from common.engine.packed_step import unpack, unpack_replay
 from common.engine.prepared import FEWER_WEIGHTS, fuse_for_gpu, move
+from common.engine.rank_graphs import GraphRanks
 from common.engine.rank_messages import (
     BeginMeasuring,
+    CaptureGraphs,
     ClearBlocks,
     CopyBlocks,
     EndMeasuring,
     Followed,
+    MeasureGraphs,
     NewPool,
+    Replay,
     Step,
 )
 from common.engine.rank_pools import rank_store
@@ -98,7 +104,8 @@ def follow(
         codec = Fp8Codec(scales.shard(shard, shards), DTYPES[chosen], where)
     layout = KvLayout(whole, chosen if codec is None else "fp8", block_size, shards)
     choose = partial(_backend, seen, attention)
-    with closing(_Follower(model, followed, layout, shard, codec, machine, choose)) as follower:
+    ranks = GraphRanks(collective, followed.settle)
+    with closing(_Follower(model, followed, layout, shard, codec, machine, choose, ranks)) as follower:
         follower.run()
 
 
@@ -108,7 +115,7 @@ def _backend(seen: Probe, attention: Wanted, store: KvStorage) -> AttentionBacke
 
 class _Follower:
     """A rank other than 0, with a loaded share of the model: it has the ``shard`` of a pool of ``layout``, in fp8 with
-    ``codec``, and ``choose`` returns its attention backend for a store."""
+    ``codec``, and ``choose`` returns its attention backend for a store. ``ranks``: what captured steps exchange."""
 
     def __init__(
         self,
@@ -119,6 +126,7 @@ class _Follower:
         codec: Fp8Codec | None,
         machine: Device,
         choose: Callable[[KvStorage], AttentionBackend],
+        ranks: GraphRanks,
     ) -> None:
         self._model, self._followed, self._layout, self._shard = model, followed, layout, shard
         self._codec = codec
@@ -126,6 +134,9 @@ class _Follower:
         self._staging = None if machine.gpu is None else UploadStaging(self._where)
         self._store: KvStorage | None = None
         self._meter: UseMeter | None = None
+        self._ranks = ranks
+        self._graphs: DecodeGraphs | None = None
+        self._graph_use = GraphUse()
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -134,6 +145,9 @@ class _Follower:
             match message:
                 case Step(packed):
                     self._compute(unpack(packed))
+                case Replay(packed):
+                    assert self._graphs is not None, "rank 0 has graphs only if all ranks have"
+                    self._graphs.repeat(*unpack_replay(packed))
                 case NewPool():
                     self._open(message)
                 case CopyBlocks(copies):
@@ -145,11 +159,21 @@ class _Follower:
                 case BeginMeasuring():
                     self._meter = UseMeter(self._where)
                     self._meter.begin()
+                case MeasureGraphs(rows, max_model_len, driver_bytes):
+                    assert self._meter is not None
+                    self._meter.end()
+                    with no_room_for_graphs(rows, self._where):
+                        calls, memory_taken = CudaCalls(self._where), partial(taken, self._where, driver_bytes)
+                        capture = self._capture(rows, max_model_len)
+                        self._graph_use = capture.measure(calls, memory_taken, driver_bytes)
+                case CaptureGraphs(rows, max_model_len):
+                    capture = self._capture(rows, max_model_len)
+                    self._graphs, _ = capture.graphs(CudaCalls(self._where))
                 case EndMeasuring():
                     assert self._meter is not None
                     self.close()
                     self._meter.end()
-                    self._followed.report(self._meter.read(0, GraphUse()))  # rank 0 knows the rows
+                    self._followed.report(self._meter.read(0, self._graph_use))  # rank 0 knows the rows
                 case _:
                     assert_never(message)
 
@@ -157,6 +181,9 @@ class _Follower:
     def _pool(self) -> KvStorage:
         assert self._store is not None, "rank 0 makes a pool first"
         return self._store
+
+    def _capture(self, rows: int, max_model_len: int) -> Capture:
+        return Capture(self._model, self._attention, rows, max_model_len, self._ranks)
 
     def _compute(self, step: FlatStep) -> None:
         if self._staging is not None:
@@ -178,8 +205,9 @@ class _Follower:
         self._followed.ready(slab)
 
     def close(self) -> None:
-        """Free the pool, or this rank's part of it, once no step uses it any more."""
+        """Free the graphs and the pool, or this rank's part of it, once no step uses it any more."""
         if self._store is not None:
             wait_for(self._where)
+            self._graphs = None
             self._store.close()
             self._store = None

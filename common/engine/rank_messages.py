@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from common.kv.gpu_budget import GpuUse
@@ -25,7 +26,15 @@ class NewPool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Compute ``packed`` (see :func:`common.engine.parallel.pack`), which is valid until the next message."""
+    """Compute ``packed`` (see :func:`common.engine.packed_step.pack`), which is valid until the next message."""
+
+    packed: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Compute ``packed`` (see :func:`common.engine.packed_step.pack_replay`), valid until the next message, by a
+    captured graph."""
 
     packed: memoryview
 
@@ -50,11 +59,39 @@ class BeginMeasuring:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureGraphs:
+    """Measure what CUDA graphs of decode steps of up to ``rows`` rows and ``max_model_len`` tokens of context take, as
+    rank 0 does at the same time. ``driver_bytes``: what is added per graph; 0 if no other worker uses the GPU."""
+
+    rows: int
+    max_model_len: int
+    driver_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureGraphs:
+    """Capture such graphs, as rank 0 does at the same time, for :class:`Replay`."""
+
+    rows: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndMeasuring:
     """Report what was measured, without the pool, which is not used any more."""
 
 
-RankMessage = NewPool | Step | CopyBlocks | ClearBlocks | BeginMeasuring | EndMeasuring
+RankMessage = (
+    NewPool | Step | Replay | CopyBlocks | ClearBlocks | BeginMeasuring | MeasureGraphs | EndMeasuring | CaptureGraphs
+)
+
+
+class Outcome(IntEnum):
+    """How something ended that all ranks have tried at the same time."""
+
+    DONE = 0
+    SHORT_OF_MEMORY = 1
+    IMPOSSIBLE = 2
 
 
 class Slab(NamedTuple):
@@ -76,6 +113,9 @@ class Channel(Protocol):
     def share_step(self, columns: Sequence[array[int]]) -> None:
         """Send one step to every rank."""
 
+    def share_replay(self, columns: Sequence[array[int]]) -> None:
+        """Send one step that repeats a graph to every rank."""
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Let every rank copy blocks of its slab; return when all have. A hand-off may be the next to write them, and
         it waits for the work of rank 0 only."""
@@ -85,6 +125,15 @@ class Channel(Protocol):
 
     def begin_measuring(self) -> None:
         """Let every rank measure what steps take of its GPU."""
+
+    def measure_graphs(self, rows: int, max_model_len: int, driver_bytes: int) -> None:
+        """Let every rank measure what graphs take, as :class:`MeasureGraphs` says."""
+
+    def capture_graphs(self, rows: int, max_model_len: int) -> None:
+        """Let every rank capture graphs."""
+
+    def settle(self, own: Outcome) -> Outcome:
+        """Return the worst of all ranks' outcomes, of which ``own`` is that of rank 0; every rank gets the same."""
 
     def end_measuring(self) -> list[GpuUse]:
         """Return what the ranks have measured, from rank 1 on; their pools are gone after that."""
@@ -102,6 +151,10 @@ class Followed(Protocol):
 
     def copied(self) -> None:
         """Answer CopyBlocks, once the copies have ended."""
+
+    def settle(self, own: Outcome) -> Outcome:
+        """Return the worst of all ranks' outcomes, of which ``own`` is this rank's. To be called as often as by rank 0,
+        while MeasureGraphs or CaptureGraphs is done."""
 
     def report(self, use: GpuUse) -> None:
         """Answer EndMeasuring."""

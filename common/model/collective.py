@@ -27,19 +27,33 @@ class Collective(abc.ABC):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.closing: list[Callable[[], None]] = []
+        """What :meth:`close` calls first."""
         self.after_sum: Callable[[], None] | None = None
         """Called after each :meth:`sum`: by then (on a GPU: at that point of its stream) every rank has computed
         everything before it."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Release what the exchange holds; no call may be under way."""
+        for close in self.closing:
+            close()
+        self._close()
+
+    @abc.abstractmethod
+    def _close(self) -> None: ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Replace ``x`` (any shape, the same on all ranks) by the sum over all ranks, in place, and return it."""
         self._sum(x)
         if self.after_sum is not None:
             self.after_sum()
+        return x
+
+    def copy_from_root(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace ``x`` (any shape, the same on all ranks) by that of rank 0, in place, and return it."""
+        if self.rank:
+            x.zero_()
+        self._sum(x)
         return x
 
     @abc.abstractmethod
@@ -114,7 +128,7 @@ class SharedMemoryCollective(Collective):
                 at += width
         return out.view(*x.shape[:-1], -1) if here else x
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Drop the shared memory."""
         self._views.clear()
         del self._bytes

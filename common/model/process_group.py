@@ -68,7 +68,7 @@ class ProcessGroupCollective(Collective):
         columns = [each[:, :width] for each, width in zip(parts, widths, strict=True)]
         return torch.cat(columns, dim=-1).view(*x.shape[:-1], -1)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Give the group up without waiting for the other ranks, which may have gone."""
         self._group.abort()
         self._group = None

@@ -7,10 +7,16 @@
     P, NewPool (CPU)   blocks             one byte, the memory's descriptor   one byte
     G, NewPool (GPU)   blocks                                                 size (uint64) and descriptor of the slab
     S, Step            bytes of columns   the columns (int64)
+    R, Replay          bytes of columns   the columns (int64)
     C, CopyBlocks      bytes of numbers   source, target (int64) of each      one byte
     Z, ClearBlocks     bytes of numbers   blocks (int64)
     B, BeginMeasuring  0
+    M, MeasureGraphs   bytes of numbers   its fields (int64)                  outcomes, see below
+    K, CaptureGraphs   bytes of numbers   its fields (int64)                  outcomes, see below
     E, EndMeasuring    0                                                      the fields of a GpuUse (int64)
+
+While graphs are measured or captured, each rank sends the outcome of each attempt (one byte), and gets the worst of all
+ranks' outcomes (one byte).
 
 The socket is one end of a pair that only these two processes have. When rank 0 closes it, the other rank ends.
 """
@@ -27,11 +33,15 @@ from collections.abc import Iterator, Sequence
 from common.core.errors import StartError
 from common.engine.rank_messages import (
     BeginMeasuring,
+    CaptureGraphs,
     ClearBlocks,
     CopyBlocks,
     EndMeasuring,
+    MeasureGraphs,
     NewPool,
+    Outcome,
     RankMessage,
+    Replay,
     Slab,
     Step,
 )
@@ -39,7 +49,8 @@ from common.kv.gpu_budget import GpuUse
 
 _HEADER, _SLAB = struct.Struct("<cQ"), struct.Struct("<Q")
 _USE = struct.Struct(f"<{len(dataclasses.fields(GpuUse))}q")
-_HOST_POOL, _GPU_POOL, _STEP, _COPY, _CLEAR, _BEGIN, _END = b"P", b"G", b"S", b"C", b"Z", b"B", b"E"
+_HOST_POOL, _GPU_POOL, _STEP, _REPLAY, _COPY, _CLEAR = b"P", b"G", b"S", b"R", b"C", b"Z"
+_BEGIN, _MEASURE, _CAPTURE, _END = b"B", b"M", b"K", b"E"
 _DONE = b"\1"
 _MOST_PARTS = os.sysconf("SC_IOV_MAX")
 
@@ -64,6 +75,9 @@ class LeaderChannel:
     def share_step(self, columns: Sequence[array[int]]) -> None:
         self._tell(_STEP, columns)
 
+    def share_replay(self, columns: Sequence[array[int]]) -> None:
+        self._tell(_REPLAY, columns)
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._tell(_COPY, [array("q", (block for pair in copies for block in pair))])
         for rank in range(1, len(self._sockets) + 1):
@@ -74,6 +88,19 @@ class LeaderChannel:
 
     def begin_measuring(self) -> None:
         self._ask(_BEGIN, 0)
+
+    def measure_graphs(self, rows: int, max_model_len: int, driver_bytes: int) -> None:
+        self._tell(_MEASURE, [array("q", (rows, max_model_len, driver_bytes))])
+
+    def capture_graphs(self, rows: int, max_model_len: int) -> None:
+        self._tell(_CAPTURE, [array("q", (rows, max_model_len))])
+
+    def settle(self, own: Outcome) -> Outcome:
+        ranks = range(1, len(self._sockets) + 1)
+        worst = max(own, *(Outcome(self._receive(rank, 1)[0]) for rank in ranks))
+        for rank in ranks:
+            self._send(rank, [memoryview(bytes([worst]))])
+        return worst
 
     def end_measuring(self) -> list[GpuUse]:
         self._ask(_END, 0)
@@ -142,10 +169,10 @@ class FollowerChannel:
         header = memoryview(bytearray(_HEADER.size))
         while self._fill(header):
             kind, size = _HEADER.unpack(header)
-            if kind == _STEP:
+            if kind in (_STEP, _REPLAY):
                 if not self._fill(step := self._room(size)):
                     return
-                yield Step(step)
+                yield Step(step) if kind == _STEP else Replay(step)
             elif (message := self._rare(kind, size)) is not None:
                 yield message
             else:
@@ -163,12 +190,19 @@ class FollowerChannel:
                 return BeginMeasuring()
             case b"E":
                 return EndMeasuring()
-        assert kind in (_COPY, _CLEAR)
         if not self._fill(room := self._room(size)):
             return None
         numbers = array("q")
         numbers.frombytes(room)
-        return ClearBlocks(numbers.tolist()) if kind == _CLEAR else CopyBlocks(_pairs(numbers))
+        match kind:
+            case b"C":
+                return CopyBlocks(_pairs(numbers))
+            case b"Z":
+                return ClearBlocks(numbers.tolist())
+            case b"M":
+                return MeasureGraphs(*numbers)
+        assert kind == _CAPTURE
+        return CaptureGraphs(*numbers)
 
     def ready(self, slab: Slab | None) -> None:
         if slab is None:
@@ -179,6 +213,12 @@ class FollowerChannel:
 
     def copied(self) -> None:
         self._socket.sendall(_DONE)
+
+    def settle(self, own: Outcome) -> Outcome:
+        self._socket.sendall(bytes([own]))
+        if not self._fill(worst := memoryview(bytearray(1))):
+            raise StartError("rank 0 has exited", "it ended while graphs were captured", "see its log lines")
+        return Outcome(worst[0])
 
     def report(self, use: GpuUse) -> None:
         self._socket.sendall(_USE.pack(*dataclasses.astuple(use)))

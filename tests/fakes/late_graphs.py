@@ -32,9 +32,16 @@ class LateCalls:
     def __init__(self, eager: Callable[[], bool] = lambda: False) -> None:
         self.eager = eager
         self.queue: deque[Callable[[], object]] = deque()
-        self.replays = self.captured = self.done = self._queued = 0
+        self.tried = self.captured = self.done = self._queued = 0
+        self.replayed: list[int] = []
+        """The graphs that were repeated, by how many captures were tried before."""
         self.refuses: Callable[[], str] = lambda: ""
         """Returns why the next capture fails, or ""."""
+
+    @property
+    def replays(self) -> int:
+        """How often graphs were repeated."""
+        return len(self.replayed)
 
     def pinned(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
@@ -44,12 +51,13 @@ class LateCalls:
         self.put(lambda: target.copy_(source))
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        number, self.tried = self.tried, self.tried + 1
         if why := self.refuses():
             raise RuntimeError(why)
         self.captured += 1
 
         def replay() -> None:
-            self.replays += 1
+            self.replayed.append(number)
             self.put(run)
 
         return replay

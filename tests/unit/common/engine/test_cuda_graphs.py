@@ -262,11 +262,11 @@ def test_one_graph_per_size_and_kind_and_a_note(engine: ModelEngine, calls: Late
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
     checkpoint: Callable[[str], Path], calls: LateCalls
 ) -> None:
-    calls.refuses = lambda: "operation not permitted when stream is capturing\nmore words"
+    calls.refuses = lambda: "CUDA error: operation not permitted when stream is capturing\nmore words"
     engine = captured(load(checkpoint("mixtral")), calls)
     assert engine.launch is None
     (note,) = [note for note in engine.notes if "CUDA graphs" in note]
-    assert note.endswith("capture fails: operation not permitted when stream is capturing")
+    assert note.endswith("capture fails: CUDA error: operation not permitted when stream is capturing")
     engine.close()
 
 

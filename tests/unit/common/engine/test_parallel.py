@@ -19,7 +19,8 @@ from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request
 from common.core.sequence import Batch, Segment
 from common.engine.batch import FlatStep
-from common.engine.parallel import LeadingEngine, pack, unpack
+from common.engine.packed_step import pack, unpack
+from common.engine.parallel import LeadingEngine
 from common.engine.runner import sequence_of
 from common.kernels.e4m3 import to_e4m3
 from common.kv.storage.tensors import KvStore

@@ -96,3 +96,23 @@ def test_after_a_sum_every_rank_has_done_what_comes_before_it(ranks: list[Shared
     ranks[0].after_sum = lambda: seen.append([*done])
     on_all(ranks, step)
     assert [min(each) for each in seen] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_a_copy_from_rank_0(ranks: list[SharedMemoryCollective], dtype: torch.dtype) -> None:
+    """The others may have anything there."""
+    parts = [torch.full((3, 11), torch.nan).to(dtype) if each.rank else torch.arange(33).view(3, 11) for each in ranks]
+    parts[0] = parts[0].to(dtype)
+    got = on_all(ranks, lambda each: each.copy_from_root(parts[each.rank].clone()))
+    assert all(torch.equal(each, parts[0]) for each in got)
+
+
+def test_what_needs_the_exchange_is_closed_before_it(
+    ranks: list[SharedMemoryCollective], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[0], "_close", lambda: closed.append("exchange"))
+        patch.setattr(ranks[0], "closing", [lambda: closed.append("graphs")])
+        ranks[0].close()
+    assert closed == ["graphs", "exchange"]
