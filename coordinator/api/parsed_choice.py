@@ -84,12 +84,12 @@ class ParsedChoice(Choice):
         self._text, self._reading, self._parser = text, reading, reading.parser()
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
-        self.reasoning_tokens = None if reading.format.reasoning is None else 0
+        self.reasoning_tokens = 0 if reading.format.reads_reasoning else None
 
     def message(self) -> Json:
         content = "".join(self.text)
         message: Json = {"role": "assistant", "content": content or (None if self.calls else ""), "refusal": None}
-        if self._reading.format.reasoning is not None and self._reading.include_reasoning:
+        if self._reading.format.reads_reasoning and self._reading.include_reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning) or None
         if self.calls:
             message["tool_calls"] = [call.json() for call in self.calls]

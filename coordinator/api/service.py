@@ -152,8 +152,8 @@ class ServedModel:
         """Return how the outputs of ``body``, rendered as ``chat``, are parsed. None if they are only text: the model
         has no reasoning, and it cannot call tools or the way in which it writes calls is not known."""
         form = self.text.output
-        tools = body.tool_use if form.tools else None
-        if tools is None and form.reasoning is None:
+        tools = body.tool_use if form.reads_calls else None
+        if tools is None and not form.reads_reasoning:
             return None
         return OutputReading(form, tools, chat.thinking, body.include_reasoning)
 

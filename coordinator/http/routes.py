@@ -52,7 +52,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     def read(fields: Json, budget: JsonBudget) -> tuple[Options, ChatText, OutputReading | None, bool]:
         body = model.parse_chat(fields, budget)
         text = model.chat_text(body)
-        unparsed = body.tool_use is not None and model.text.output.tools is None
+        unparsed = body.tool_use is not None and not model.text.output.reads_calls
         return body.options, text, model.reading(body, text), unparsed
 
     options, text, reading, unparsed = await read_body(request, read, templated=True)

@@ -89,15 +89,22 @@ class RegionFormat:
     def reasoning(self) -> Region | None:
         return next((region for region in self.regions if region.place == "reasoning"), None)
 
-    def opens_reasoning(self, text: str) -> bool:
-        """Return whether ``text``, the end of a prompt, ends with the marker that begins reasoning and whitespace."""
-        region = self.reasoning
-        if region is None or region.begin is None:
-            return False
-        at = 0
-        while (found := region.begin.search(text, at, True)) is not None and found.end() > found.start():
-            at = found.end()
-        return at > 0 and not text[at:].strip()
+    def reasoning_opened(self, text: str) -> int:
+        """Return the index at which the marker that begins reasoning stands in ``text``, if only whitespace follows it,
+        and -1 otherwise."""
+        region, found, at = self.reasoning, None, 0
+        while region is not None and region.begin is not None and at < len(text):
+            following = region.begin.search(text, at, True)
+            if following is None:
+                break
+            found, at = following, max(following.end(), at + 1)
+        return found.start() if found and found[0] and not text[found.end() :].strip() else -1
+
+    def marks(self, token: str) -> bool:
+        """Return whether ``token``, the text of an added token, is a marker of calls or begins one."""
+        markers = [marker for each in self.regions if each.place == "calls" for marker in (each.begin, each.end)]
+        found = [marker.search(token, 0, False) for marker in markers if marker is not None]
+        return any(match is not None and match.span() == (0, len(token)) for match in found)
 
 
 def load(template: object) -> RegionFormat | None:

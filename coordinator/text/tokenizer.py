@@ -27,7 +27,7 @@ from coordinator.text.control_tokens import ControlTokens
 from coordinator.text.output_format import AUTO, choose_format, ends_in_reasoning, marker_tokens
 from coordinator.text.slices import SLICE_CHARS, encode_slices
 from coordinator.text.templates import ChatTemplates, template_sources
-from coordinator.text.token_names import make_special, read_token_names
+from coordinator.text.token_names import make_special, read_json, read_token_names
 
 log = logging.getLogger("tandem.text")
 
@@ -87,9 +87,10 @@ class TextModel:
         self._around = _around(self.tokenizer)
         sources = template_sources(directory, chat_template)
         tokens = {token.content for token in added.values()}
-        self.output = choose_format(sources, tokens, tool_call_parser, reasoning_parser)
+        response = read_json(directory / "tokenizer_config.json").get("response_template")
+        self.output = choose_format(sources, tokens, response, tool_call_parser, reasoning_parser)
         """How the model writes tool calls and reasoning, as far as it is known."""
-        markers = marker_tokens(self.output.tools, tokens)
+        markers = marker_tokens(self.output, tokens)
         self._control = ControlTokens(self.tokenizer, special | self._names.control | markers)
         self.templates = self._load_templates(sources)
 

@@ -136,7 +136,9 @@ def test_a_prompt_may_have_opened_the_reasoning() -> None:
     assert read(parser_for(JSON_LINES, thinking=True), [("so</why> Yes", False)]) == Read("Yes", "so")
     regions = load(JSON_LINES)
     assert regions is not None
-    assert regions.opens_reasoning("<bot>\n<why>\n") and not regions.opens_reasoning("<bot><why></why>")
+    assert regions.reasoning_opened("<bot>\n<why>\n") == 6
+    assert regions.reasoning_opened("<bot><why></why>") == regions.reasoning_opened("<bot>") == -1
+    assert regions.marks("<do>") and not regions.marks("<why>")
 
 
 @pytest.mark.parametrize(
