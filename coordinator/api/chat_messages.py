@@ -42,11 +42,11 @@ def parse_messages(
         refuse(f"'messages' has {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
     if check_chars is not None:
         check_chars(sum(map(len, chain.from_iterable(map(_arguments, items)))), "messages")
-    arguments = _Arguments(budget, arguments_as_text)
+    arguments = Arguments(budget, arguments_as_text)
     return [_message(item, f"messages[{index}]", arguments) for index, item in enumerate(items)]
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """How tool-call arguments are read: see :func:`parse_messages`."""
 
     budget: JsonBudget
@@ -73,13 +73,13 @@ def _arguments(item: object) -> Iterator[str]:
             yield arguments
 
 
-def _message(item: object, at: str, arguments: _Arguments) -> Json:
+def _message(item: object, at: str, arguments: Arguments) -> Json:
     if not isinstance(item, dict):
         wrong_type(at, "an object", item)
     fields = Fields(item, at)
     role = fields.choice("role", ROLES) or fields.missing("role")
     message: Json = {"role": role}
-    content = _content(fields.raw("content"), f"{at}.content")
+    content = text_content(fields.raw("content"), f"{at}.content")
     calls = fields.array("tool_calls", 1024)
     former = None if calls else fields.nested("function_call")
     reasoning = fields.string("reasoning_content", limit=1 << 26) or fields.string("reasoning", limit=1 << 26)
@@ -103,7 +103,9 @@ def _message(item: object, at: str, arguments: _Arguments) -> Json:
     return message
 
 
-def _content(value: object, at: str) -> str | None:
+def text_content(value: object, at: str) -> str | None:
+    """Return a content at ``at``, a string or an array of text parts, as one text. None if it is null. Raises
+    RequestError."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -119,19 +121,20 @@ def _part(part: object, at: str) -> str:
     fields = Fields(part, at)
     kind = fields.string("type") or fields.missing("type")
     if kind not in _TEXT_PARTS:
-        _refuse_part(kind, at)
+        refuse_part(kind, at)
     name = _TEXT_PARTS[kind]
     text = fields.string(name, limit=1 << 26)
     return text if text is not None else fields.missing(name)
 
 
-def _refuse_part(kind: str, at: str) -> NoReturn:
+def refuse_part(kind: str, at: str) -> NoReturn:
+    """Raise RequestError for the part at ``at`` of the type ``kind``, which is not text."""
     refuse(
         f"Parts of type {kind[:32]!r} are not supported: this server serves text models.", f"{at}.type", "unsupported"
     )
 
 
-def _tool_call(call: object, at: str, arguments: _Arguments) -> Json:
+def _tool_call(call: object, at: str, arguments: Arguments) -> Json:
     if not isinstance(call, dict):
         wrong_type(at, "an object", call)
     fields = Fields(call, at)
@@ -140,7 +143,7 @@ def _tool_call(call: object, at: str, arguments: _Arguments) -> Json:
     return {"id": fields.string("id") or "", "type": "function", "function": _function(function, arguments)}
 
 
-def _function(function: Fields, arguments: _Arguments) -> Json:
+def _function(function: Fields, arguments: Arguments) -> Json:
     name = function.string("name", limit=256) or function.missing("name")
     text = function.string("arguments", limit=1 << 26) or "{}"
     return {"name": name, "arguments": arguments.read(text, function.at("arguments"))}

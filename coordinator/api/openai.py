@@ -222,8 +222,8 @@ def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Op
     return Options(
         model=fields.string("model", limit=1024),
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
-        sampling=_sampling(fields, logprobs, max_tokens),
-        stop=_stop(fields),
+        sampling=parse_sampling(fields, logprobs, max_tokens),
+        stop=parse_stops(fields.raw("stop"), "stop"),
         include_stop=fields.boolean("include_stop_str_in_output", False),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         stream=stream,
@@ -231,7 +231,7 @@ def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Op
         continuous_usage=usage and continuous,
         return_token_ids=fields.boolean("return_token_ids", False),
         return_metrics=fields.boolean("return_metrics", False),
-        cache_salt=_cache_salt(fields),
+        cache_salt=parse_cache_salt(fields),
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         constraint=parse_constraint(fields),
     )
@@ -241,7 +241,9 @@ def _with_ignored(options: Options, fields: Fields) -> Options:
     return replace(options, ignored=tuple(fields.ignored()))
 
 
-def _sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Sampling:
+def parse_sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Sampling:
+    """Return the sampling fields, with ``logprobs`` and ``max_tokens``, which each API names differently. Raises
+    RequestError."""
     top_k = fields.integer("top_k", -1, MAX_TOKENS)
     top_p = fields.number("top_p", 0, 1)
     min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
@@ -275,18 +277,19 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
     return bias
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.raw("stop")
+def parse_stops(value: object, name: str) -> tuple[str, ...]:
+    """Return the stop strings in ``value`` of the field ``name``: one string or an array of them. Raises
+    RequestError."""
     if value is None:
         return ()
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
-        wrong_type("stop", "a string or an array of strings", value)
+        wrong_type(name, "a string or an array of strings", value)
     if len(items) > MAX_STOPS:
-        refuse(f"'stop' has {len(items)} entries, at most {MAX_STOPS} are allowed.", "stop")
+        refuse(f"{name!r} has {len(items)} entries, at most {MAX_STOPS} are allowed.", name)
     stops: list[str] = []
     for index, item in enumerate(items):
-        param = "stop" if isinstance(value, str) else f"stop[{index}]"
+        param = name if isinstance(value, str) else f"{name}[{index}]"
         if not isinstance(item, str):
             wrong_type(param, "a string", item)
         if not 0 < len(item) <= MAX_STOP_CHARS:
@@ -300,7 +303,8 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(checked_integer(item, f"stop_token_ids[{at}]", 0, MAX_TOKEN_ID) for at, item in enumerate(items))
 
 
-def _cache_salt(fields: Fields) -> str:
+def parse_cache_salt(fields: Fields) -> str:
+    """Return the field ``cache_salt``, "" if absent. Raises RequestError."""
     salt = fields.string("cache_salt", limit=1024)
     if salt == "":
         refuse("'cache_salt' must not be empty.", "cache_salt")

@@ -14,15 +14,21 @@ from coordinator.requests.spec import Json, ToolUse
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
 _OTHER_KINDS = (
-    "custom",
-    "web_search",
-    "file_search",
+    "apply_patch",
     "code_interpreter",
-    "computer_use_preview",
+    "computer",
+    "custom",
+    "file_search",
     "image_generation",
+    "local_shell",
     "mcp",
+    "namespace",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
 )
-"""OpenAI's kinds of tools that this server cannot offer."""
+"""Beginnings of the names of OpenAI's kinds of tools that this server cannot offer."""
 
 
 class OfferedTools(NamedTuple):
@@ -127,9 +133,11 @@ def _tool(entry: object, at: str) -> tuple[str, _Tool]:
 
 
 def _refuse_kind(kind: str | None, allowed: str, at: str) -> NoReturn:
-    if kind in _OTHER_KINDS:
+    if kind is not None and kind.startswith(_OTHER_KINDS):
         refuse(
-            f"Tools of type {kind!r} are not supported: this server calls functions of clients only.", at, "unsupported"
+            f"Tools of type {kind[:64]!r} are not supported: this server calls functions of clients only.",
+            at,
+            "unsupported",
         )
     refuse(f"{at!r} must be {allowed}.", at)
 
