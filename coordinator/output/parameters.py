@@ -162,7 +162,7 @@ def typed(text: str, types: Collection[str] | None) -> str:
     bare = text.strip()
     for candidate in (bare, _corrected(bare, types)):
         try:
-            value = json.loads(candidate, parse_constant=_refuse)
+            value = json.loads(candidate, parse_constant=_no_such_number)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, str):
@@ -196,5 +196,5 @@ def _corrected(text: str, types: Collection[str] | None) -> str:
     return ""
 
 
-def _refuse(constant: str) -> NoReturn:
+def _no_such_number(constant: str) -> NoReturn:
     raise ValueError(constant)
