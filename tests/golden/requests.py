@@ -295,6 +295,18 @@ TOOLS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]},
 )  # fmt: skip
 """Fields about tools and reasoning."""
+STRUCTURED: tuple[dict[str, Any], ...] = (
+    {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 1}}},
+    {"structured_outputs": {"regex": "a", "other": 1}},
+    {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"choice": [1]}},
+    {"structured_outputs": {"structural_tag": 1}},
+)
+"""Constraints that are malformed."""
 USAGE = {"include_usage": True}
 STREAMED: tuple[dict[str, Any], ...] = (
     {},
@@ -550,7 +562,7 @@ def _refused() -> Iterator[Call]:
         ("a long text of too many tokens", TEXT, {"prompt": "q " * 8_500}),
     ):
         yield _post(f"{path} {name}", "colocated", path, body)
-    for body in TOOLS:
+    for body in TOOLS + STRUCTURED:
         shown = json.dumps(body, separators=(",", ":"))[1:-1]
         yield _post(f"{CHAT} {shown}", "colocated", CHAT, SOME_CHAT | body)
     yield _post("small: an echo that is too long", "small", TEXT, {"prompt": "x" * 500, "echo": True, "n": 5})
