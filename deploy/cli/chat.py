@@ -86,17 +86,25 @@ class _Conversation:
 
     def _answer(self, prompt: str, figures: bool) -> None:
         """Print one answer as it streams and add it to the messages, also if it was interrupted. ``figures``: whether
-        to print its speed."""
+        to print its reasoning and its speed too."""
         asked = [*self._messages, {"role": "user", "content": prompt}]
         said: list[str] = []
         started = time.perf_counter()
         moments: list[float] = []
+        reasons = False
         chunks = self._server.chat({"model": self._model, "messages": asked, **self._settings})
         try:
             for chunk in chunks:
                 for choice in chunk.get("choices") or ():
                     moments.append(time.perf_counter())
-                    text = (choice.get("delta") or {}).get("content") or ""
+                    delta = choice.get("delta") or {}
+                    text = delta.get("content") or ""
+                    if figures and (thought := delta.get("reasoning_content")):
+                        reasons = True
+                        self._console.print(thought, style="dim", end="", markup=False, soft_wrap=True)
+                    if text and reasons:
+                        reasons = False
+                        sys.stdout.write("\n\n")
                     said.append(text)
                     sys.stdout.write(text)
                     sys.stdout.flush()

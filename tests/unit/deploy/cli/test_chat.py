@@ -1,0 +1,45 @@
+"""``tandem chat`` shows the reasoning of an answer on a terminal, and only the answer elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.config.chat import ChatConfig
+from deploy.cli import chat
+
+DELTAS = (
+    {"content": None, "reasoning_content": "Hm, [b]"},
+    {"reasoning_content": "well"},
+    {},
+    {"content": "Yes"},
+    {"content": "."},
+)
+
+
+class _Server:
+    def __init__(self, *_: object) -> None:
+        self.asked: list[Any] = []
+
+    def model(self) -> str:
+        return "tiny"
+
+    def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.asked.append(body["messages"])
+        for delta in DELTAS:
+            yield {"choices": [{"delta": delta}]}
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, "Hm, [b]well\n\nYes.\n"), (False, "Yes.\n")])
+def test_reasoning_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: str) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(chat, "HttpClient", _Server)
+    monkeypatch.setenv("TERM", "dumb")
+    assert chat.run(ChatConfig(), "Is it?") == 0
+    assert out.getvalue().startswith(shown)
