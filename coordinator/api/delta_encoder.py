@@ -11,7 +11,13 @@ encode = msgspec.json.Encoder().encode
 
 
 def delta_members(delta: Delta, first: bool) -> bytes:
-    """Return the members of a chunk's ``delta``, b"" if it adds nothing. The first one has a content in any case."""
+    """Return the encoded members of a chunk's ``delta``, b"" if it adds nothing. The ``first`` one has a content in any
+    case."""
+    return encode(delta_json(delta, first))[1:-1]
+
+
+def delta_json(delta: Delta, first: bool = False) -> Json:
+    """Return a chunk's ``delta``."""
     shown: Json = {}
     if delta.content or first:
         shown["content"] = delta.content or None
@@ -19,7 +25,7 @@ def delta_members(delta: Delta, first: bool) -> bytes:
         shown["reasoning_content"] = shown["reasoning"] = delta.reasoning
     if delta.calls:
         shown["tool_calls"] = list(map(_call_chunk, delta.calls))
-    return encode(shown)[1:-1]
+    return shown
 
 
 def _call_chunk(call: CallDelta) -> Json:

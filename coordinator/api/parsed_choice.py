@@ -143,9 +143,10 @@ class ParsedChoice(Choice):
             self.calls[call.index].arguments.append(call.arguments)
         return content, stopped
 
-    def _rest(self) -> str:
+    def _rest(self) -> Delta:
         deltas = [self._parser.push(self._detokenizer.finish()), self._parser.finish()]
-        return self._keep(_merged(deltas), True)[0]
+        self._keep(_merged(deltas), True)
+        return self.delta or Delta()
 
 
 def _merged(deltas: Iterable[Delta]) -> Delta:

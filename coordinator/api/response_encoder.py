@@ -15,7 +15,7 @@ import msgspec
 from common.core.ids import unpack_tokens
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
-from coordinator.api.delta_encoder import delta_members, encode
+from coordinator.api.delta_encoder import delta_json, delta_members, encode
 from coordinator.output.deltas import Delta
 from coordinator.requests.spec import Json, Options
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
@@ -39,7 +39,7 @@ class Choice:
     """The state of one choice: incremental detokenization, stop strings, and the text and token ids so far."""
 
     __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "delta", "finish_reason", "ids", "index",
-                 "logprobs", "prompt", "reasoning_tokens", "sent_chars", "text")  # fmt: skip
+                 "logprobs", "prompt", "reasoning_tokens", "rest", "sent_chars", "text")  # fmt: skip
 
     def __init__(
         self, index: int, prompt: list[int], options: Options, text: TextModel, stops: StopStrings | None
@@ -57,6 +57,8 @@ class Choice:
         self.finish_reason: str | None = None
         self.delta: Delta | None = None
         """What the last token adds, of a parsed output."""
+        self.rest = Delta()
+        """Text that was held back when the output ended without another token."""
         self.reasoning_tokens: int | None = None
         """Tokens of reasoning so far, None if the output has no reasoning that can be told from its content."""
 
@@ -76,7 +78,8 @@ class Choice:
             if stopped:
                 return
         if not ids and finish is not FinishReason.RUNNING:
-            self.text.append(self._rest())
+            self.rest = self._rest()
+            self.text.append(self.rest.content)
             self._end(by_length=finish is FinishReason.LENGTH)
 
     def message(self) -> Json:
@@ -123,9 +126,9 @@ class Choice:
     def _end(self, *, by_length: bool) -> None:
         self.finish_reason = "length" if by_length else "stop"
 
-    def _rest(self) -> str:
+    def _rest(self) -> Delta:
         rest = self._detokenizer.finish()
-        return rest if self._window is None else self._window.let_pass(rest)
+        return Delta(rest if self._window is None else self._window.let_pass(rest))
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------
@@ -319,7 +322,8 @@ class ChatShape:
         return b'},"logprobs":%b,"finish_reason":null' % encode({"content": content, "refusal": None})
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
-        shown: Json = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+        delta, reason = delta_json(choice.rest), choice.finish_reason
+        shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return self._chunks.last([shown], usage.json() if usage else None, extra)
 
     def usage(self, usage: Usage, extra: Json) -> bytes:
@@ -383,7 +387,8 @@ class CompletionShape:
         return b"".join((*parts, b"}", self._chunks.close(usage)))
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
-        shown: Json = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+        text, reason = choice.rest.content, choice.finish_reason
+        shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
         return self._chunks.last([shown], usage.json() if usage else None, extra)
 
     def usage(self, usage: Usage, extra: Json) -> bytes:

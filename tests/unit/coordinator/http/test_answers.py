@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from coordinator.api.response_encoder import (
     encode,
 )
 from coordinator.http.reply import WholeReply
-from coordinator.text.tokenizer import TextModel
+from coordinator.text.tokenizer import StopStrings, TextModel
 from tests.fakes.checkpoint import EOS, VOCAB
 from tests.fakes.worker import formula
 from tests.unit.coordinator.fake_cluster import (
@@ -185,6 +186,19 @@ def test_incremental_logprobs_equal_logprobs_encoded_together(model: Path, shape
     else:
         full, none = completion_logprobs(text, pieces, 0), completion_logprobs(text, [], 0)
     assert [encode(choice["logprobs"]) for choice in whole["choices"]] == [encode(full), encode(none)]
+
+
+@pytest.mark.parametrize("shape", [ChatShape, functools.partial(CompletionShape, echoes=[])])
+def test_text_held_back_when_the_end_comes_without_a_token_is_sent_with_the_end(model: Path, shape: Any) -> None:
+    text, options = TextModel(model, vocab_size=VOCAB), parse_chat({**HELLO, "stop": "abc"}).options
+    choice = Choice(0, [1], options, text, StopStrings(options.stop, False))
+    ids = text.encode("xab", add_special_tokens=False)
+    sent = "".join(piece.text for piece in choice.feed(ids, [], FinishReason.RUNNING))
+    assert list(choice.feed([], [], FinishReason.LENGTH)) == []
+    made = shape(Head("id", 0, "tiny", "print"), options, text)
+    (end,) = json.loads(made.end(choice, None, {}).removeprefix(b"data: "))["choices"]
+    assert sent == "x" and (end["delta"]["content"] if shape is ChatShape else end["text"]) == "ab"
+    assert end["finish_reason"] == "length" and "".join(choice.text) == "xab"
 
 
 async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:

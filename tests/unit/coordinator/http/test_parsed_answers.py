@@ -175,9 +175,9 @@ async def test_stop_strings_are_found_in_the_content_alone(tools: FakeCluster) -
     asked = {**ASKED, "stop": ["Oslo", "weather"]}
     choice, _ = await talker.whole(asked)
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
-    assert choice["message"]["content"] == "So:and " and choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "So:\nand " and choice["finish_reason"] == "tool_calls"
     message, _ = await talker.streamed(asked)
-    assert (message["content"], len(message["calls"])) == ("So:and ", 1)
+    assert (message["content"], len(message["calls"])) == ("So:\nand ", 1)
 
 
 async def test_each_token_has_its_logprobs_and_id(tools: FakeCluster) -> None:
