@@ -25,13 +25,13 @@ from tests.reference import FLOAT32, Reference, Tolerance
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 NEARLY = Tolerance(greedy_stds=1.0)
-"""For KV in fp8: a wrong token is about three standard deviations away."""
+"""For weights and KV in fp8: a wrong token is about three standard deviations away."""
 NOTICED_S = 2.0
 BACK_S = 60.0
 DEGREES = {
     "2x2": ("--tensor-parallel-size", "2"),
     "2x1": ("--tensor-parallel-size", "2", "--decode-tensor-parallel-size", "1"),
-    "2x2 in fp8": ("--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8"),
+    "2x2 in fp8": ("--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8", "--quantization", "fp8"),
 }
 
 
@@ -104,11 +104,11 @@ async def test_every_token_is_right(
 
 
 @pytest.mark.whole
-async def test_kv_in_fp8_is_split_too(up: Callable[..., Any], oracle: Callable[[str], Reference]) -> None:
-    with up("2x2 in fp8") as system:
+async def test_weights_and_kv_in_fp8_are_split_too(up: Callable[..., Any], oracle: Callable[[str], Reference]) -> None:
+    with up("2x2 in fp8", "qwen3") as system:
         async with system.client() as client:
             lengths = (1, 16, 100, 700)
-            await asyncio.gather(*(check(client, oracle("llama"), length, NEARLY) for length in lengths))
+            await asyncio.gather(*(check(client, oracle("qwen3"), length, NEARLY) for length in lengths))
 
 
 async def test_the_system_outlives_any_rank(up: Callable[..., Any], oracle: Callable[[str], Reference]) -> None:
