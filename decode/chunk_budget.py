@@ -47,7 +47,7 @@ class ChunkBudget:
         """Record that the step ``batch`` took ``seconds``."""
         streams = batch.streams
         known = self._known(streams)
-        if not (tokens := batch.length - streams):
+        if not (tokens := batch.prompt_tokens):
             usual = seconds if known is None else known + _NEWEST * (seconds - known)
             self._alone[_size(streams)] = usual, self._steps
             return

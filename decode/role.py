@@ -275,7 +275,7 @@ class DecodeWorker(Worker):
 
     def _has_recomputed_stream(self) -> bool:
         """Return whether a stream that has begun is being recomputed. It gets no tokens until that is done."""
-        return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
+        return any(not it.streams and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
     def before_step(self, batch: Batch, now: float) -> None:
         if self.step_times.longest:
@@ -316,8 +316,14 @@ class DecodeWorker(Worker):
             self._report(each, writer)
 
     def _report(self, sequence: Sequence, writer: TokenSpanEncoder) -> None:
-        """Add the newest token of ``sequence`` to ``writer``; return the blocks of a finished sequence to the pool."""
-        writer.add(sequence, sequence.output_length - 1)
+        """Add the newest token of ``sequence`` to ``writer``, and those that its grammar forces behind it; return the
+        blocks of a finished sequence to the pool."""
+        start = sequence.output_length - 1
+        if sequence.constrained and sequence.finish is FinishReason.RUNNING and self.engine.grammars is not None:
+            for token in self.engine.grammars.force(sequence):
+                if sequence.force(token) is not FinishReason.RUNNING:
+                    break
+        writer.add(sequence, start)
         if sequence.finish is FinishReason.RUNNING:
             return
         self.planner.finish(sequence)

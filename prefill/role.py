@@ -84,6 +84,8 @@ class PrefillWorker(Worker):
             host=urlsplit(self.settings.data_address).hostname or "127.0.0.1",
         )
         self.engine.on_layer = self._on_layer
+        if self.engine.grammars is not None:
+            self.engine.grammars.patient = True
 
     def close_links(self) -> None:
         self.sender.close()

@@ -49,6 +49,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/bench/eval/test_quality",
             "unit/harness/test_reference",
             "unit/common/engine/test_capture_audit",
+            "unit/common/engine/test_constrained",
             "unit/common/engine/test_cuda_graphs",
             "unit/common/engine/test_device_steps",
             "unit/common/engine/test_gpu_loading",

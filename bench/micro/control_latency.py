@@ -35,6 +35,7 @@ from common.core.ids import Incarnation, RequestId, WorkerName, new_incarnation,
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, StepResult
 from common.engine.launched import StepLauncher
+from common.grammar.masks import Grammars
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
@@ -86,6 +87,7 @@ class PoolOnly:
         self.memory.raw[:] = 1
         self.fingerprint, self.vocab_size, self.max_model_len = "none", 1000, LONGEST
         self.on_layer: Callable[[int], None] | None = None
+        self.grammars: Grammars | None = None
         self.launch: StepLauncher | None = None
 
     def step(self, batch: Batch) -> StepResult:

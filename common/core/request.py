@@ -63,8 +63,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a sequence when sampled."""
-        return self.stop_token_ids if self.ignore_eos else (*self.eos_token_ids, *self.stop_token_ids)
+        """Token ids that end a sequence when sampled. A grammar allows an end of sequence only once it is complete,
+        with ``ignore_eos`` only if nothing else can follow: then it ends the sequence all the same."""
+        ignored = self.ignore_eos and not self.grammar
+        return self.stop_token_ids if ignored else (*self.eos_token_ids, *self.stop_token_ids)
 
     @property
     def has_penalty(self) -> bool:

@@ -30,11 +30,14 @@ class Sequence:
         "best_from",
         "choice",
         "computed",
+        "constrained",
         "finish",
         "id",
         "logprobs",
+        "matcher",
         "prompt_length",
         "request",
+        "run",
         "siblings",
         "tokens",
     )
@@ -46,6 +49,11 @@ class Sequence:
         self.prompt_length = len(self.tokens)
         self.tokens += request.emitted_tokens(choice)
         self.computed = 0
+        self.run = 1
+        """Tokens appended since the last step: the sampled one, and those that the grammar forces after it."""
+        self.matcher: object | None = None
+        """State of the request's grammar on this worker (:mod:`common.grammar`), made again from the output on
+        demand."""
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
@@ -53,6 +61,7 @@ class Sequence:
         sampling = request.sampling  # derived once: every step reads these, and lookups would miss the CPU's caches
         self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
         self._keeps_logprobs = sampling.logprobs is not None
+        self.constrained = bool(sampling.grammar)
         self._last_length = self.prompt_length + sampling.max_tokens
         self.best_from: float = self._ends_from if sampling.takes_best else inf
         """Length in tokens from which on the next token is a plain argmax (``SamplingParams.takes_best``), or inf."""
@@ -61,6 +70,12 @@ class Sequence:
     def missing(self) -> int:
         """Tokens whose KV must still be computed before the next token can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def streams(self) -> bool:
+        """Whether only the newest tokens are missing, so that the next step samples: one token, or the run of those
+        that a grammar has forced."""
+        return self.missing <= self.run
 
     @property
     def output(self) -> list[int]:
@@ -85,6 +100,7 @@ class Sequence:
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason:
         """Append a sampled token; set and return ``finish``, RUNNING unless the token ends the sequence."""
         self.tokens.append(token)
+        self.run = 1
         if self._keeps_logprobs:
             self.logprobs.append(logprobs)
         length = len(self.tokens)
@@ -93,6 +109,14 @@ class Sequence:
         elif length >= self._last_length:
             self.finish = FinishReason.LENGTH
         return self.finish
+
+    def force(self, token: int) -> FinishReason:
+        """Append a token that the request's grammar leaves no choice about, right after the one before: its
+        log-probability is 0, and both are computed in one step. Return as :meth:`append`."""
+        run, wanted = self.run, self.request.sampling.logprobs
+        finish = self.append(token, None if wanted is None else certain(token, wanted))
+        self.run = run + 1
+        return finish
 
     def fork(self, choice: int) -> Sequence:
         """Return a sequence of another choice over the same computed prompt. Call it before the first token is
@@ -135,20 +159,25 @@ class Batch:
     length: int = field(init=False)
     """Tokens computed in this step."""
     streams: int = field(init=False)
-    """Number of segments of one token."""
+    """Number of segments of sequences that stream: of one token, or of one and those that a grammar has forced."""
+    prompt_tokens: int = field(init=False)
+    """Tokens of all other segments: chunks of prompts, and of outputs that are computed again."""
     attended: int = field(init=False)
     """Positions attended to, summed over all tokens; each token of a segment counts as much as its last."""
 
     def __post_init__(self) -> None:
-        length = streams = attended = 0
+        length = streams = prompt_tokens = attended = 0
         for segment in self.segments:
             each = segment.length
             length += each
             attended += each * (segment.start + each)
-            if each == 1:
+            if each <= segment.sequence.run:
                 streams += 1
+            else:
+                prompt_tokens += each
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "streams", streams)
+        object.__setattr__(self, "prompt_tokens", prompt_tokens)
         object.__setattr__(self, "attended", attended)
 
 
@@ -161,6 +190,21 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+def certain(token: int, wanted: int) -> TokenLogprobs:
+    """Return the log-probabilities of a token that a grammar forces, of ``wanted`` most likely ones: 0 for itself, and
+    no others."""
+    return TokenLogprobs(0.0, (token,), (0.0,)) if wanted else TokenLogprobs(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the grammar of a request ends it: a code of :data:`common.net.messages.FAILURES`, and words for the
+    client."""
+
+    code: str
+    words: str
+
+
 @dataclass(slots=True)
 class StepResult:
     """The output of one step.
@@ -168,9 +212,13 @@ class StepResult:
     ``tokens[i]`` are the ids sampled for segment i, one per entry of its sequence's ``choices``; empty unless the
     segment ``wants_token``. ``logprobs[i]`` matches ``tokens[i]`` if the request asked for logprobs, else is empty.
     ``errors`` maps the index of a segment whose own computation failed to the reason; the others are valid.
+    ``refusals`` are those of segments whose grammar fails them. ``late`` are segments whose token mask was not ready:
+    their last token is computed again in a later step, which then samples.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     seconds: float
     errors: dict[int, str] = field(default_factory=dict)
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)

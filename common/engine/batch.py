@@ -12,6 +12,7 @@ import torch
 from common.attention.interface import Span
 from common.core.sequence import Batch
 from common.engine.sampler import SampleRow
+from common.grammar.masks import SequenceGrammar
 
 
 @dataclass(slots=True)
@@ -83,14 +84,18 @@ def flatten(batch: Batch, block_size: int) -> FlatStep:
     return FlatStep(ids, positions, blocks, offsets, kept, spans, sampled)
 
 
-def rows_to_sample(batch: Batch, sampled: Sequence[int]) -> list[SampleRow]:
+def rows_to_sample(
+    batch: Batch, sampled: Sequence[int], masks: Mapping[int, SequenceGrammar] | None = None
+) -> list[SampleRow]:
     """Return the tokens to sample: for each segment in ``sampled``, one per choice of its sequence. ``row`` is the
-    segment's index in ``sampled``."""
+    segment's index in ``sampled``. ``masks``: the grammars of those segments that have one."""
     rows: list[SampleRow] = []
     for place, index in enumerate(sampled):
         sequence = batch.segments[index].sequence
-        sampling = sequence.request.sampling
+        sampling, grammar = sequence.request.sampling, (masks or {}).get(index)
+        limits = (None, False) if grammar is None else (grammar.mask, grammar.certain)
         rows += [
-            SampleRow(place, sampling, choice, sequence.tokens, sequence.prompt_length) for choice in sequence.choices
+            SampleRow(place, sampling, choice, sequence.tokens, sequence.prompt_length, *limits)
+            for choice in sequence.choices
         ]
     return rows

@@ -14,7 +14,7 @@ import torch
 
 from common.core.sequence import Sequence as Tokens
 from common.engine.sample_plan import Features, SamplePlan, SamplePlanner
-from common.engine.sampler import LARGEST
+from common.engine.sampler import LARGEST, NOTHING_LEFT
 from common.engine.token_counts import TokenCounts
 
 
@@ -66,14 +66,19 @@ class DeviceSampler:
         return self._planner.plan(sequences)
 
     def sample(
-        self, logits: torch.Tensor, plan: SamplePlan, uploaded: Mapping[str, torch.Tensor], last: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        plan: SamplePlan,
+        uploaded: Mapping[str, torch.Tensor],
+        last: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the packed result for ``logits`` [R, vocab_size] of any float dtype, as :func:`sample_on_device`.
         ``uploaded`` are the plan's columns on the device, ``last`` as in :meth:`Columns.of`."""
         for slot, _, _ in plan.rebuilds:
             self.counts.fill(slot, uploaded[f"prompt {slot}"], uploaded[f"output {slot}"])
         columns = Columns.of(uploaded, last) if plan.columns else None
-        return sample_on_device(logits, columns, plan.features, self.counts)
+        return sample_on_device(logits, columns, plan.features, self.counts, mask)
 
     def forget(self) -> None:
         """Forget all counts after a step that failed; they are uploaded anew when they are needed."""
@@ -81,13 +86,18 @@ class DeviceSampler:
 
 
 def sample_on_device(
-    logits: torch.Tensor, columns: Columns | None, features: Features, counts: TokenCounts
+    logits: torch.Tensor,
+    columns: Columns | None,
+    features: Features,
+    counts: TokenCounts,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return int32 [n, width]: in the first column the token sampled for each row, -1 where the logits are not finite.
 
     With ``features.logprobs`` = k there follow, as the bits of float32, the log-probabilities of this token and of the
     k most likely ones, and then the ids of these. ``columns`` may be None if the features are PLAIN: then there is one
-    row for each of the logits, which takes the most likely token.
+    row for each of the logits, which takes the most likely token. ``mask``, int64 [n, words]: the tokens that
+    grammars allow, one bit per id; a row gets NOTHING_LEFT where none is left.
     """
     wide = logits.float()
     valid = wide.amax(dim=-1).isfinite()
@@ -96,10 +106,15 @@ def sample_on_device(
     if columns.rows.shape[0] != wide.shape[0]:  # else each row has one choice
         wide, valid = wide.index_select(0, columns.rows), valid.index_select(0, columns.rows)
     scores = _process(wide, columns, features, counts)
+    if mask is not None:
+        scores = _masked(scores, mask)
     tokens = scores.argmax(dim=-1)
     if features.random:
         tokens = torch.where(columns.temperature > 0, _draw(scores, columns, features), tokens)
-    result = [tokens.masked_fill(~valid, -1).to(torch.int32)[:, None]]
+    taken = tokens
+    if mask is not None:
+        taken = tokens.masked_fill(scores.amax(dim=-1) == -torch.inf, NOTHING_LEFT)
+    result = [taken.masked_fill(~valid, -1).to(torch.int32)[:, None]]
     if features.logprobs is not None:
         logprobs = torch.log_softmax(wide, dim=-1)
         own = logprobs.gather(1, tokens.clamp(max=wide.shape[1] - 1)[:, None])
@@ -122,6 +137,17 @@ def _process(wide: torch.Tensor, columns: Columns, features: Features, counts: T
         wide = torch.where(wide > 0, wide / factor, wide * factor)
         wide -= output * columns.frequency[:, None] + emitted * columns.presence[:, None]
     return wide
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return ``scores`` [n, vocab] with minus infinity where a bit of ``mask`` [n, words of 64] is 0, and for ids that
+    have no bit."""
+    size = min(scores.shape[1], 64 * mask.shape[1])
+    ids = torch.arange(size, device=scores.device)
+    allowed = (mask.index_select(1, ids >> 6) >> (ids & 63)) & 1
+    inside = scores[:, :size].masked_fill(allowed == 0, -torch.inf)
+    outside = scores.new_full((scores.shape[0], scores.shape[1] - size), -torch.inf)
+    return torch.cat((inside, outside), dim=1)
 
 
 def _draw(scores: torch.Tensor, columns: Columns, features: Features) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from common.core.sequence import Sequence as Tokens
@@ -16,6 +17,7 @@ from common.engine.device_sampler import DeviceSampler
 from common.engine.faults import wait_for
 from common.engine.sample_plan import SamplePlan
 from common.engine.staging import Column, UploadStaging
+from common.grammar.matcher import Mask
 
 Entry = tuple[int, TokenLogprobs | None]
 """A sampled token, -1 where the logits were not finite, and its log-probabilities if the request wants them."""
@@ -28,7 +30,7 @@ class DeviceSteps:
     def __init__(self, device: torch.device, token_ids: int, vocab_size: int) -> None:
         self.device = device
         self.sampler = DeviceSampler(vocab_size, device)
-        self._staging = UploadStaging(device)
+        self._staging, self._mask_staging = UploadStaging(device), UploadStaging(device)
         self._token_ids = token_ids
 
     def plan(self, sequences: Sequence[Tokens]) -> SamplePlan:
@@ -42,12 +44,30 @@ class DeviceSteps:
             raise IndexError(f"a token outside the vocabulary of {self._token_ids}")
         return uploaded(step, self._staging, plan.columns if plan is not None else {})
 
-    def sample(self, logits: torch.Tensor, step: DeviceStep, plan: SamplePlan) -> list[list[Entry]]:
+    def sample(
+        self, logits: torch.Tensor, step: DeviceStep, plan: SamplePlan, masks: Sequence[Mask | None] = ()
+    ) -> list[list[Entry]]:
         """Return the entries of each sequence of ``plan``, one per choice, from their ``logits`` [R, vocab_size]. This
-        is where the host waits for the device."""
+        is where the host waits for the device. ``masks``: the tokens that the grammar of each sequence allows, None
+        for all; none at all if no sequence has one."""
         last = step.tensor("ids").index_select(0, step.tensor("kept"))
-        packed = self.sampler.sample(logits, plan, step.uploaded, last)
+        packed = self.sampler.sample(logits, plan, step.uploaded, last, self._uploaded(masks, plan.choices))
         return plan.read(packed.to("cpu").numpy())
+
+    def _uploaded(self, masks: Sequence[Mask | None], choices: Sequence[int]) -> torch.Tensor | None:
+        """Return the masks of all rows, one per choice of each sequence, int64 [n, words] on the device; None if no
+        row has one."""
+        width = max((len(mask) for mask in masks if mask is not None), default=0)
+        if not width:
+            return None
+        words = np.full((len(masks), width + width % 2), -1, np.int32)
+        for row, mask in zip(words, masks, strict=True):
+            if mask is not None:
+                row[: len(mask)] = mask
+                row[len(mask) :] = 0
+        rows = np.repeat(words, choices, axis=0)
+        uploaded = self._mask_staging.upload({"mask": rows.view(np.int64).reshape(-1)})
+        return uploaded["mask"].view(len(rows), -1)
 
     def wait(self) -> None:
         """Wait for a step that samples nothing."""

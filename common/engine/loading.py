@@ -19,6 +19,7 @@ from common.engine.parallel import Leader
 from common.engine.pool import make_store
 from common.engine.prepared import PreparedModel, prepare
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
+from common.grammar.masks import Grammars
 from common.kv.budget import Budget, fit
 from common.kv.gpu_budget import GpuShare, most_for_kv, plan_pools
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
@@ -87,6 +88,7 @@ def load_engine(
     plan = budget(layout.layers, room)
     engine = make(plan.blocks, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, WARM_UP_ROWS), max_num_seqs
+    engine.grammars = Grammars(checkpoint.path / "tokenizer.json", engine.vocab_size, checkpoint.eos_token_ids)
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, *engine.notes, *ready.notes]
     _check(engine, checkpoint, ready, scales, batch_hint)
     if graph_calls is not None and enforce_eager:

@@ -17,7 +17,7 @@ from common.attention.interface import AttentionBackend, Params, Rotation, bind
 from common.checkpoint.files import Checkpoint
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
-from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
+from common.core.sequence import Batch, Segment, StepResult
 from common.core.sequence import Sequence as Tokens
 from common.engine import faults
 from common.engine.batch import FlatStep, flatten, rows_to_sample
@@ -27,7 +27,10 @@ from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
 from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.launched import StepLauncher
-from common.engine.sampler import peaks, sample
+from common.engine.sampler import NOTHING_LEFT, peaks, sample
+from common.grammar import errors as grammar_errors
+from common.grammar.masks import Grammars, StepMasks, begin_masks
+from common.grammar.matcher import Mask
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
 from common.kv.storage.cuda import Memory
@@ -114,6 +117,8 @@ class ModelEngine:
         self.layout: KvLayout = store.layout
         self.fingerprint, self.vocab_size, self.max_model_len = fingerprint, vocab_size, max_model_len
         self.on_layer: Callable[[int], None] | None = None
+        self.grammars: Grammars | None = None
+        """Constrains outputs; None if this engine cannot."""
         self.launch: StepLauncher | None = None
         """Starts a decode step without waiting for its tokens, where CUDA graphs are captured."""
         self.notes: list[str] = []
@@ -166,16 +171,19 @@ class ModelEngine:
         if not batch.segments:
             return result
         step = flatten(batch, self.layout.block_size)
+        masks = begin_masks(self.grammars, batch, step.sampled)
         self._attention.on_layer = on_layer
         if self._device_steps is not None:
-            self._compute_on_device(self._device_steps, batch, step, result)
+            self._compute_on_device(self._device_steps, batch, step, masks, result)
             return result
         logits, best = self._logits(step)
         if step.sampled:
-            self._sample(batch, step.sampled, logits, best or peaks(logits), result)
+            self._sample(batch, step.sampled, logits, best or peaks(logits), masks, result)
         return result
 
-    def _compute_on_device(self, steps: DeviceSteps, batch: Batch, step: FlatStep, result: StepResult) -> None:
+    def _compute_on_device(
+        self, steps: DeviceSteps, batch: Batch, step: FlatStep, masks: StepMasks | None, result: StepResult
+    ) -> None:
         self._attention.stored = 0  # before the upload, which may raise
         plan = steps.plan([batch.segments[index].sequence for index in step.sampled])
         uploaded = steps.upload(step, plan)
@@ -183,8 +191,14 @@ class ModelEngine:
         if not step.sampled:
             steps.wait()
             return
-        for index, entries in zip(step.sampled, steps.sample(logits, uploaded, plan), strict=True):
+        rows: list[Mask | None] = []
+        if masks is not None:
+            masks.finish()
+            rows = [masks.ready[index].mask if index in masks.ready else None for index in step.sampled]
+        for index, entries in zip(step.sampled, steps.sample(logits, uploaded, plan, rows), strict=True):
             _put(result, index, entries)
+        if masks is not None:
+            masks.settle(result)
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
         """Return the logits of the sampled rows, [len(sampled), vocab] (of row 0 if there are none), valid until the
@@ -196,25 +210,36 @@ class ModelEngine:
         return self.decoder(step, plan, self._attention.announce if self._attention.on_layer else None)
 
     def _sample(
-        self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, best: Sequence[int], result: StepResult
+        self,
+        batch: Batch,
+        sampled: Sequence[int],
+        logits: torch.Tensor,
+        best: Sequence[int],
+        masks: StepMasks | None,
+        result: StepResult,
     ) -> None:
-        if min(best) < 0:
+        if masks is not None:
+            masks.finish()
+            masks.settle(result)
+        if min(best) < 0 or result.late or result.refusals:
+            left_out = result.late | result.refusals.keys()
             for index, token in zip(sampled, best, strict=True):
-                if token < 0:
+                if token < 0 and index not in left_out:
                     result.errors[index] = NOT_FINITE
-            good = [place for place, token in enumerate(best) if token >= 0]
+            good = [place for place, token in enumerate(best) if token >= 0 and sampled[place] not in left_out]
+            if not good:
+                return
             logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
         sequences = [batch.segments[index].sequence for index in sampled]
         if all(len(each.tokens) >= each.best_from for each in sequences):
             for index, sequence, token in zip(sampled, sequences, best, strict=True):
                 result.tokens[index] = [token] * (sequence.siblings + 1)
             return
-        tokens, logprobs = sample(logits, rows_to_sample(batch, sampled))
+        tokens, logprobs = sample(logits, rows_to_sample(batch, sampled, masks.ready if masks is not None else None))
         at = 0
         for index in sampled:
             end = at + len(batch.segments[index].sequence.choices)
-            result.tokens[index] = tokens[at:end]
-            result.logprobs[index] = [entry for entry in logprobs[at:end] if isinstance(entry, TokenLogprobs)]
+            _put(result, index, list(zip(tokens[at:end], logprobs[at:end], strict=True)))
             at = end
 
     def _in_parts(self, batch: Batch, error: Exception) -> StepResult:
@@ -236,6 +261,8 @@ class ModelEngine:
             found = self._run_part(Batch(batch.segments[part], batch.tables[part]))
             result.tokens[part], result.logprobs[part] = found.tokens, found.logprobs
             result.errors |= {first + index: why for index, why in found.errors.items()}
+            result.refusals |= {first + index: why for index, why in found.refusals.items()}
+            result.late |= {first + index for index in found.late}
         return result
 
     def _run_part(self, part: Batch) -> StepResult:
@@ -257,6 +284,8 @@ class ModelEngine:
 
     def close(self) -> None:
         """Release the pool's memory; the engine cannot be used afterwards."""
+        if self.grammars is not None:
+            self.grammars.close()
         self.store.close()
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
@@ -338,8 +367,11 @@ class ModelEngine:
 
 def _put(result: StepResult, index: int, entries: Sequence[Entry]) -> None:
     """Store the tokens and log-probabilities sampled for segment ``index`` in ``result``."""
-    if entries[0][0] < 0:
-        result.errors[index] = NOT_FINITE
+    if (least := min(token for token, _ in entries)) < 0:
+        if least == NOTHING_LEFT:
+            result.refusals[index] = grammar_errors.NOTHING_LEFT
+        else:
+            result.errors[index] = NOT_FINITE
         return
     result.tokens[index] = [token for token, _ in entries]
     result.logprobs[index] = [logprobs for _, logprobs in entries if logprobs is not None]

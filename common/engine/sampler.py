@@ -1,8 +1,8 @@
 """Sampling of the next token of every row, vectorized over the batch.
 
 Parameters have vLLM's names and meanings, and apply in vLLM's order: min_tokens mask, logit_bias, penalties (repetition
-over prompt and output, frequency and presence over output), temperature, min_p, top_k, top_p. Log-probabilities are
-those of the model's own distribution, before all of these.
+over prompt and output, frequency and presence over output), the grammar's mask, temperature, min_p, top_k, top_p.
+Log-probabilities are those of the model's own distribution, before all of these; a token that a grammar forces has 0.
 
 Noise is a pure function of (seed, choice, position): one uniform number per row selects a token through the inverse of
 the cumulative distribution *in the order of token ids*. No random generator has a state, so a hand-off, a preemption or
@@ -21,12 +21,14 @@ import numpy.typing as npt
 import torch
 
 from common.core.request import GREEDY_BELOW, SamplingParams
-from common.core.sequence import TokenLogprobs
+from common.core.sequence import TokenLogprobs, certain
 from common.kernels import cpu
 
 LARGEST = 1e30
 """Larger logits become this before the draw: a penalty may overflow to infinity, and a difference of infinities is
 NaN."""
+NOTHING_LEFT = -2
+"""In place of a token id where a grammar and the other parameters of a request leave none."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _HEAD = 1024
@@ -36,13 +38,16 @@ _HEAD = 1024
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """One token to sample from logits row ``row`` for ``choice``. ``tokens`` are all token ids before it, of which the
-    first ``prompt_length`` are the prompt."""
+    first ``prompt_length`` are the prompt. ``mask``: one bit per token id that the request's grammar allows, int32
+    [ceil(vocab / 32)]; None for no grammar. ``certain``: whether the grammar forces the only one."""
 
     row: int
     sampling: SamplingParams
     choice: int
     tokens: Sequence[int]
     prompt_length: int
+    mask: npt.NDArray[np.int32] | None = None
+    certain: bool = False
 
     @property
     def position(self) -> int:
@@ -92,7 +97,8 @@ def peaks(logits: torch.Tensor) -> list[int]:
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Return one token id for each entry of ``rows``, sampled from ``logits`` [R, vocab] of any float dtype, and its
-    log-probabilities where the request wants them, else None."""
+    log-probabilities where the request wants them, else None. The id is NOTHING_LEFT if a grammar's mask and the other
+    parameters together leave no token."""
     logits = logits.float()
     if len(rows) != logits.shape[0] or any(row.row != index for index, row in enumerate(rows)):
         logits = logits[torch.tensor([row.row for row in rows])]
@@ -106,7 +112,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], 
         tokens = processed.argmax(dim=-1)
         tokens[random] = _draw(processed[random], [rows[index] for index in random])
     chosen: list[int] = tokens.tolist()
-    return chosen, _logprobs(logits, rows, chosen)
+    logprobs = _logprobs(logits, rows, chosen)
+    for index in [index for index, row in enumerate(rows) if row.mask is not None]:
+        if processed[index].max() == -torch.inf:
+            chosen[index] = NOTHING_LEFT
+    return chosen, logprobs
 
 
 def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[TokenLogprobs | None]:
@@ -116,12 +126,15 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]
     if not asked:
         return result
     logprobs = torch.log_softmax(logits[asked].float(), dim=-1)
-    own = logprobs.gather(1, torch.tensor([chosen[index] for index in asked])[:, None]).squeeze(1).tolist()
+    within = torch.tensor([chosen[index] for index in asked]).clamp_(max=logprobs.shape[1] - 1)
+    own = logprobs.gather(1, within[:, None]).squeeze(1).tolist()
     most = min(max(rows[index].sampling.logprobs or 0 for index in asked), logprobs.shape[1])
     values, ids = (part.tolist() for part in torch.topk(logprobs, most, dim=-1))
     for place, index in enumerate(asked):
         k = rows[index].sampling.logprobs or 0
         result[index] = TokenLogprobs(own[place], tuple(ids[place][:k]), tuple(values[place][:k]))
+        if rows[index].certain:
+            result[index] = certain(chosen[index], k)
     return result
 
 
@@ -137,6 +150,8 @@ def _process(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         steps.append(_add_biases)
     if any(row.sampling.has_penalty for row in rows):
         steps.append(_penalise)
+    if any(row.mask is not None for row in rows):
+        steps.append(_mask_by_grammar)
     if not steps:
         return logits
     changed = logits.to(torch.float32, copy=True)
@@ -185,6 +200,16 @@ def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
     output, counts = tokens[row.prompt_length :].unique(return_counts=True)
     if output.numel():
         logits[output] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+
+
+def _mask_by_grammar(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    size = logits.shape[1]
+    for index, row in enumerate(rows):
+        if row.mask is not None:
+            bits = np.unpackbits(row.mask.view(np.uint8), count=min(size, 32 * len(row.mask)), bitorder="little")
+            allowed = torch.from_numpy(bits).bool()
+            logits[index, : len(allowed)].masked_fill_(~allowed, -torch.inf)
+            logits[index, len(allowed) :] = -torch.inf
 
 
 # -- the draw ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ sequences (whose worker was lost after the client had received output) before ne
 
 Rules, derived from "nothing starves":
 
-- Single missing tokens (decode) go before chunks of prompts, so a prompt cannot stall a stream.
+- Single missing tokens (decode), with those that a grammar has forced behind them, go before chunks of prompts, so a
+  prompt cannot stall a stream.
 - A waiting sequence waits only for blocks, or for sequences that outrank it.
 - When more sequences run than fit into a step, sequences of one priority take turns. (A sequence whose KV was handed
   over runs at once, even beyond that number.)
@@ -124,7 +125,8 @@ class Planner:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens still to compute, of waiting and running sequences."""
-        return sum(entry.sequence.missing for entry in (*self._waiting, *self._running) if entry.sequence.missing > 1)
+        entries = (*self._waiting, *self._running)
+        return sum(entry.sequence.missing for entry in entries if not entry.sequence.streams)
 
     @property
     def parked(self) -> bool:
@@ -140,7 +142,7 @@ class Planner:
             entry.sequence.request.id
             for entry in (*self._waiting, *self._running)
             if entry.sequence.output_length
-            and (entry.table is None or entry.sequence.missing > 1 or entry.turn <= overdue)
+            and (entry.table is None or not entry.sequence.streams or entry.turn <= overdue)
         ).keys()
 
     def sequences(self) -> Iterator[Sequence]:
@@ -239,15 +241,18 @@ class Planner:
         """Record a finished step: count its tokens as computed, publish full blocks to the prefix cache, and return the
         sampled tokens.
 
-        Segments of sequences that have left since are skipped, and segments with an error: the caller finishes those.
+        Segments of sequences that have left since are skipped, and segments with an error or a refusal: the caller
+        finishes those.
         """
         sampled: list[Sampled] = []
         for index, segment in enumerate(batch.segments):
             sequence = segment.sequence
             entry = self._entries.get(sequence.id)
-            if entry is None or entry.table is None or entry.sequence is not sequence or index in result.errors:
+            if entry is None or entry.table is None or entry.sequence is not sequence:
                 continue
-            sequence.computed = segment.end
+            if index in result.errors or index in result.refusals:
+                continue
+            sequence.computed = segment.end - (index in result.late)
             self.cache.publish(entry.table, sequence.tokens, sequence.computed)
             if result.tokens[index]:
                 tokens, logprobs = result.tokens[index], result.logprobs[index]
@@ -258,23 +263,26 @@ class Planner:
 
     def _plan_decodes(self, step: _Step) -> int:
         # make room for all of them first, in rank order: a sequence that is placed in the step must not be parked
-        ready = [entry for entry in self._running[:] if entry.sequence.missing == 1 and self._room(entry)]
-        for entry in self._next_in_turn(ready):
-            if entry.sequence.missing == 1:
-                self._place(step, entry, 1)
-        return self.max_tokens - len(step.segments)
+        ready = [entry for entry in self._running[:] if entry.sequence.streams and self._room(entry)]
+        placed = [entry for entry in self._next_in_turn(ready) if entry.sequence.streams]
+        budget = self.max_tokens - len(placed)
+        for entry in placed:
+            more = min(entry.sequence.missing - 1, budget)
+            self._place(step, entry, 1 + more)
+            budget -= more
+        return budget
 
     def _next_in_turn(self, ready: list[_ScheduledSequence]) -> list[_ScheduledSequence]:
         """Return the entries whose turn it is, among ``ready`` and the first running one with a chunk to compute: by
         priority, and within one priority those whose last turn was longest ago."""
-        chunk = [entry for entry in self._running if entry.sequence.missing > 1][:1]
+        chunk = [entry for entry in self._running if not entry.sequence.streams][:1]
         if len(ready) + len(chunk) <= self.max_sequences:
             return ready
         return sorted(ready + chunk, key=lambda entry: (entry.rank[0], entry.turn))[: self.max_sequences]
 
     def _plan_chunks(self, step: _Step, budget: int) -> int:
         for entry in self._running:
-            if entry.sequence.missing > 1 and budget > 0 and len(step.segments) < self.max_sequences:
+            if not entry.sequence.streams and budget > 0 and len(step.segments) < self.max_sequences:
                 budget -= self._chunk(step, entry, budget)
         return budget
 

@@ -197,7 +197,10 @@ class RequestFailed(Message, tag="failed"):
     retriable: bool
 
 
-FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "draining", "too_long")
+FAILURES = (
+    "no_memory", "engine_error", "transfer_failed", "deadline", "draining", "too_long", "grammar_too_complex",
+    "grammar_failed",
+)  # fmt: skip
 
 
 class Cached(Message, tag="cached"):

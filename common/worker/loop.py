@@ -21,6 +21,7 @@ from common.core.ids import TransferId
 from common.core.sequence import Batch, StepResult
 from common.engine.launched import StepLauncher
 from common.engine.scheduler import Planner, Sampled
+from common.grammar.masks import Grammars
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.storage.cuda import Memory
@@ -86,6 +87,8 @@ class Engine(Protocol):
         """Copy whole KV blocks; called before the step that reads the targets."""
         ...
 
+    grammars: Grammars | None
+    """Constrains outputs to grammars; None if the engine cannot."""
     launch: StepLauncher | None
     """Starts a step without waiting for its tokens; None on devices that compute while Python waits."""
 

@@ -54,7 +54,12 @@ class StepRunner:
                 log.error("a request failed in the engine: %s", why)
                 failed = "the model failed on this request"
                 worker.requests.fail(sequence.id.transfer, "engine_error", failed, retriable=True)
-        if result.errors:
+        for index, refusal in result.refusals.items():
+            sequence = batch.segments[index].sequence
+            if sequence.id in planner:
+                log.warning("a request failed by its grammar: %s", refusal.words)
+                worker.requests.fail(sequence.id.transfer, refusal.code, refusal.words, retriable=False)
+        if result.errors or result.refusals:
             samples = [sample for sample in samples if sample.sequence.id in planner]
         worker.sampled(batch, samples, worker.clock())
         worker.report.count("steps")

@@ -96,6 +96,8 @@ def worker_error(message: RequestFailed) -> RequestError:
     match message.code:
         case "too_long":
             return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")
+        case "grammar_too_complex" | "grammar_failed":
+            return RequestError(f"{message.detail[:1].upper()}{message.detail[1:]}.", code=message.code)
         case "deadline":
             return RequestError(
                 "The request's deadline passed on a worker.", status=504, type="timeout_error", code="request_timeout"

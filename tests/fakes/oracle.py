@@ -21,6 +21,7 @@ import xxhash
 from common.core.ids import Incarnation, SequenceId, WorkerName
 from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.engine.launched import StepLauncher
+from common.grammar.masks import Grammars
 from common.kv.cache import BlockCopy
 from common.kv.convert import Bytes, converted
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
@@ -106,6 +107,7 @@ class OracleEngine:
         self.fingerprint, self.vocab_size, self.max_model_len = "oracle", VOCABULARY, max_model_len
         self.on_layer: Callable[[int], None] | None = None
         self.launch: StepLauncher | None = None
+        self.grammars: Grammars | None = None
         self.step_s, self.token_s = step_s, token_s
         self._rolled: dict[SequenceId, list[int]] = {}
         self._places: list[tuple[int, int]] = []

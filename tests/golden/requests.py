@@ -12,7 +12,9 @@ CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/
 KEY, ADMIN_KEY = register("key-of-a-client"), register("key-of-an-admin")
 PAGE = "https://page.example"
 INT64 = 1 << 63
-FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "too_long")
+FAILURES = (
+    "no_memory", "engine_error", "transfer_failed", "deadline", "too_long", "grammar_too_complex", "grammar_failed",
+)  # fmt: skip
 """Error codes with which a worker fails a request for good."""
 SILENT = {"colocated": {"delay_s": 60.0}}
 """Options of workers that never send a token."""

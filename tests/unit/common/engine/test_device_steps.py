@@ -35,14 +35,14 @@ ILLEGAL = (
 )
 
 
-def make_engine(path: Path, device: str, *, as_on_gpu: bool) -> ModelEngine:
+def make_engine(path: Path, device: str, *, as_on_gpu: bool, blocks: int = BLOCKS) -> ModelEngine:
     from common.checkpoint.files import open_checkpoint
 
     checkpoint = open_checkpoint(str(path))
     model = load_model(checkpoint, "float32").to(device)
     layers = checkpoint.kv_layers()
     assert layers is not None and all(isinstance(layer, LayerLayout) for layer in layers)
-    store = SlabStore(KvLayout(layers, "float32", 16), BLOCKS, torch.device(device))
+    store = SlabStore(KvLayout(layers, "float32", 16), blocks, torch.device(device))
     steps = DeviceSteps(torch.device(device), VOCAB, VOCAB) if as_on_gpu else None
     return ModelEngine(model, store, TorchReference(store), "", VOCAB, 256, steps)
 

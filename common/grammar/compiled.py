@@ -1,0 +1,87 @@
+"""Compiled grammars, cached by content."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+
+from llguidance import LLMatcher, LLTokenizer
+
+from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
+from common.grammar.limits import GIVE_UP_S, parser_limits
+
+log = logging.getLogger("tandem.grammar")
+
+KEPT = 128
+"""Compiled grammars kept, those that were used last."""
+
+
+class CompiledGrammars:
+    """Compiles grammars in ``threads`` over the vocabulary of ``tokenizer``, a tokenizer.json.
+
+    The vocabulary has ``vocab_size`` token ids, the padding of the model's included, of which ``eos_token_ids`` end an
+    output. It is read when the first grammar comes, since most workers never need it: that takes about a second for
+    128,000 tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int], threads: Executor, kept: int = KEPT
+    ) -> None:
+        self._path, self._threads, self._kept = tokenizer, threads, kept
+        self.vocab_size = vocab_size
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._tokenizer: LLTokenizer | None = None
+        self._reading = Lock()
+
+    def request(self, grammar: str) -> Future[LLMatcher]:
+        """Return the matcher of ``grammar`` at its start, now or later; it is only to be copied. The future raises
+        GrammarError if there is none. Called by one thread."""
+        future = self._compiled.pop(grammar, None)
+        if future is None:
+            future = self._threads.submit(self._compile, grammar)
+        self._compiled[grammar] = future
+        while len(self._compiled) > self._kept:
+            self._compiled.popitem(last=False)
+        return future
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        started = perf_counter()
+        matcher = LLMatcher(self.tokenizer(), grammar, log_level=0, limits=parser_limits())
+        seconds = perf_counter() - started
+        if matcher.is_error():
+            raise GrammarError(FAILED, f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
+        if seconds > GIVE_UP_S:
+            raise GrammarError(TOO_COMPLEX, f"the grammar took {seconds:.1f} s to compile")
+        return matcher
+
+    def tokenizer(self) -> LLTokenizer:
+        """Return the vocabulary, which the first call reads. Raises GrammarError if the checkpoint has none."""
+        with self._reading:
+            if self._tokenizer is None:
+                self._tokenizer = self._read()
+            return self._tokenizer
+
+    def _read(self) -> LLTokenizer:
+        started = perf_counter()
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except OSError as error:
+            why = f"the model's {self._path.name} cannot be read: {error.strerror}"
+            raise GrammarError(FAILED, f"outputs cannot be constrained: {why}") from None
+        try:
+            found = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids or None)
+        except ValueError as error:
+            why = f"{self._path.name} is not understood: {_first_line(str(error))}"
+            raise GrammarError(FAILED, f"outputs cannot be constrained: {why}") from None
+        log.info("read the vocabulary for grammars in %.2f s", perf_counter() - started)
+        return found
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:300]

@@ -1,0 +1,232 @@
+"""Token masks for the rows of a step, computed in threads while the model's kernels run.
+
+    engine    begin ──► forward ──► finish ──► sample with the masks
+    threads     └──► masks ──────────┘
+
+A hostile grammar must not slow down the streams beside it. So a sequence is a *suspect* until it has got a mask within
+:data:`common.grammar.limits.SUSPECT_S`. A step waits for the masks of the others, at most WAIT_S. Suspects have threads
+of low priority, for which a step waits only if it has nothing else to sample. A row without a mask is late: its
+sequence takes part in the next step again, and gets the same token there, since forced tokens and masks depend on the
+output alone.
+
+llguidance computes without the interpreter lock. Its own thread pool is not used: it does not say how long each mask
+took.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter, thread_time
+
+import numpy as np
+from llguidance import LLMatcher
+
+from common.core.sequence import Batch, Refusal, StepResult, certain
+from common.core.sequence import Sequence as Tokens
+from common.grammar.compiled import CompiledGrammars
+from common.grammar.errors import BROKEN, TOO_COMPLEX, UNKNOWN, GrammarError
+from common.grammar.limits import GIVE_UP_S, LIMIT_S, STRIKES, SUSPECT_S
+from common.grammar.matcher import Mask, Matcher
+
+WAIT_S = 0.002
+"""Seconds that a step with other rows waits for masks once its logits are computed."""
+CHUNK = 16
+"""Least masks that are worth another thread."""
+_THREADS, _NICE = 4, 10
+_TOO_SLOW = Refusal(TOO_COMPLEX, "the grammar is too complex: its token masks take too long")
+
+
+class SequenceGrammar:
+    """The grammar of one sequence on this worker (``Sequence.matcher``). While ``busy``, only the thread that computes
+    the mask may touch the matcher."""
+
+    def __init__(self, compiled: Future[LLMatcher], sequence: Tokens, vocab_size: int) -> None:
+        self._compiled, self._sampling, self._vocab_size = compiled, sequence.request.sampling, vocab_size
+        self._matcher: Matcher | None = None
+        self.mask: Mask = np.zeros((vocab_size + 31) // 32, np.int32)
+        self.mask_at = -1
+        """Length of the output after which ``mask`` is right."""
+        self.certain = False
+        """Whether the only token in ``mask`` is forced."""
+        self.suspect = True
+        self.refusal: Refusal | None = None
+        self.busy = False
+        self.began_at = 0.0
+        self.job: Future[None] | None = None
+        """What computes the mask, perhaps with those of others."""
+        self._strikes = 0
+
+    def compute(self, output: Sequence[int]) -> None:
+        """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
+        try:
+            if self._matcher is None:
+                self._matcher = Matcher(self._compiled.result(GIVE_UP_S), self._sampling, self._vocab_size)
+            matcher, started = self._matcher, thread_time()
+            matcher.follow(output[matcher.length :])
+            self.certain = matcher.fill(self.mask)
+            self._judge(thread_time() - started)
+            self.mask_at = matcher.length
+        except GrammarError as error:
+            self.refusal = error.refusal
+        except TimeoutError:
+            self.refusal = _TOO_SLOW
+        finally:
+            if self.refusal is None and self.mask_at != len(output):
+                self.refusal = BROKEN
+            self.busy = False
+
+    def force(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens that are forced after ``output``; none for a suspect, of which the next mask has the
+        first."""
+        if self.suspect or self.busy or self._matcher is None:
+            return []
+        started = thread_time()
+        try:
+            self._matcher.follow(output[self._matcher.length :])
+            return self._matcher.force()
+        except GrammarError as error:
+            self.refusal = error.refusal
+            return []
+        finally:
+            self._judge(thread_time() - started)
+
+    def _judge(self, cpu_s: float) -> None:
+        self.suspect = cpu_s >= SUSPECT_S
+        self._strikes += cpu_s >= LIMIT_S
+        if self._strikes >= STRIKES:
+            self.refusal = _TOO_SLOW
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """The masks of one step. ``rows``: the index of each segment, the length of its output, and its grammar;
+    ``others``: whether the step samples rows that need no mask. :meth:`finish` sets the rest, by index."""
+
+    rows: list[tuple[int, int, SequenceGrammar]]
+    others: bool
+    patient: bool
+    ready: dict[int, SequenceGrammar] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Wait for the masks that the step waits for, and sort its rows."""
+        known = [grammar for _, _, grammar in self.rows if not grammar.suspect]
+        if self.patient or not (known or self.others):
+            _wait([grammar for _, _, grammar in self.rows], GIVE_UP_S)
+        else:
+            _wait(known, WAIT_S if self.others else GIVE_UP_S)
+        now = perf_counter()
+        for index, length, grammar in self.rows:
+            if grammar.refusal is not None:
+                self.refusals[index] = grammar.refusal
+            elif grammar.mask_at == length:
+                self.ready[index] = grammar
+            elif grammar.busy and now - grammar.began_at > GIVE_UP_S:
+                self.refusals[index] = _TOO_SLOW
+            else:
+                self.late.add(index)
+
+    def settle(self, result: StepResult) -> None:
+        """Take the rows without a mask out of ``result``, and give forced tokens their log-probability."""
+        for index, grammar in self.ready.items():
+            if grammar.certain and result.logprobs[index]:
+                (token,), (known,) = result.tokens[index], result.logprobs[index]
+                result.logprobs[index] = [certain(token, len(known.top_ids))]
+        for index in (*self.late, *self.refusals):
+            result.tokens[index], result.logprobs[index] = [], []
+            result.errors.pop(index, None)
+        result.late |= self.late
+        result.refusals |= self.refusals
+
+
+class Grammars:
+    """The grammars of one worker, over the vocabulary in ``tokenizer`` (see :class:`CompiledGrammars`). All methods are
+    for the thread that runs the engine."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.patient = False
+        """Whether a step waits for all masks, as on prefill, where no streams run: a prompt's last token is not
+        computed twice, as it is on its way to decode."""
+        self._threads = ThreadPoolExecutor(_THREADS, "masks")
+        self._suspect_threads = ThreadPoolExecutor(_THREADS, "suspect-masks", _lower_priority)
+        self._compiled = CompiledGrammars(tokenizer, vocab_size, eos_token_ids, self._suspect_threads)
+
+    def close(self) -> None:
+        """End the threads."""
+        for threads in (self._threads, self._suspect_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def prepare(self, grammar: str) -> None:
+        """Compile ``grammar`` in a thread, so that its first mask need not wait for that."""
+        self._compiled.request(grammar)
+
+    def begin(self, sequences: Sequence[tuple[int, Tokens]], *, others: bool) -> StepMasks:
+        """Begin the masks of a step's ``sequences``, each with the index of its segment. ``others``: whether the step
+        samples other rows."""
+        rows = [(index, each.output_length, self._of(each)) for index, each in sequences]
+        together: list[tuple[SequenceGrammar, list[int]]] = []
+        now = perf_counter()
+        for (_, sequence), (_, length, grammar) in zip(sequences, rows, strict=True):
+            if grammar.busy or grammar.refusal or grammar.mask_at == length:
+                continue
+            grammar.busy, grammar.began_at = True, now
+            if grammar.suspect:
+                grammar.job = self._suspect_threads.submit(grammar.compute, sequence.output)
+            else:
+                together.append((grammar, sequence.output))
+        size = max(CHUNK, -(-len(together) // _THREADS))
+        for at in range(0, len(together), size):
+            part = together[at : at + size]
+            job = self._threads.submit(_compute, part)
+            for grammar, _ in part:
+                grammar.job = job
+        return StepMasks(rows, others, self.patient)
+
+    def force(self, sequence: Tokens) -> list[int]:
+        """Return the tokens that the grammar of ``sequence`` forces after its output, to be appended at once."""
+        grammar = sequence.matcher
+        return grammar.force(sequence.output) if isinstance(grammar, SequenceGrammar) else []
+
+    def _of(self, sequence: Tokens) -> SequenceGrammar:
+        grammar = sequence.matcher
+        if not isinstance(grammar, SequenceGrammar):
+            compiled = self._compiled.request(sequence.request.sampling.grammar)
+            grammar = sequence.matcher = SequenceGrammar(compiled, sequence, self.vocab_size)
+        return grammar
+
+
+def begin_masks(grammars: Grammars | None, batch: Batch, sampled: Sequence[int]) -> StepMasks | None:
+    """Begin the masks of the segments ``sampled`` of ``batch``; None if none of them has a grammar. Those that have one
+    are refused without ``grammars``."""
+    rows = [(index, batch.segments[index].sequence) for index in sampled if batch.segments[index].sequence.constrained]
+    if not rows:
+        return None
+    if grammars is None:
+        return StepMasks([], False, False, refusals={index: UNKNOWN for index, _ in rows})
+    return grammars.begin(rows, others=len(rows) < len(sampled))
+
+
+def _compute(rows: Iterable[tuple[SequenceGrammar, list[int]]]) -> None:
+    for grammar, output in rows:
+        grammar.compute(output)
+
+
+def _wait(grammars: Iterable[SequenceGrammar], seconds: float) -> None:
+    jobs = {each.job for each in grammars if each.job is not None and each.busy}
+    if jobs:
+        wait(jobs, seconds)
+
+
+def _lower_priority() -> None:
+    """Let the kernels of a step on CPUs go before this thread."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    except (OSError, AttributeError):  # only Linux has priorities of threads
+        pass
