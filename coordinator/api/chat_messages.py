@@ -47,12 +47,13 @@ def parse_messages(
 
 
 class Arguments(NamedTuple):
-    """How tool-call arguments are read: see :func:`parse_messages`."""
+    """How tool-call arguments are read: see :func:`parse_messages`. ``as_text``: whether templates get their text."""
 
     budget: JsonBudget
     as_text: bool
 
     def read(self, text: str, at: str) -> Json | str:
+        """Return the arguments in ``text``, at ``at`` in the body. Raises RequestError if it is not a JSON object."""
         parsed = parse_arguments(text, at, self.budget)
         return text if self.as_text else parsed
 

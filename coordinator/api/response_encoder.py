@@ -12,10 +12,12 @@ from typing import Protocol
 
 import msgspec
 
+from common.core.errors import RequestError
 from common.core.ids import unpack_tokens
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
 from coordinator.api.delta_encoder import delta_json, delta_members, encode
+from coordinator.api.event_stream import ChunkStream
 from coordinator.output.deltas import Delta
 from coordinator.requests.spec import Json, Options
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
@@ -85,6 +87,11 @@ class Choice:
     def message(self) -> Json:
         """Return OpenAI's message of a whole answer."""
         return {"role": "assistant", "content": "".join(self.text), "refusal": None}
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice."""
+        return self._window.found if self._window is not None else None
 
     @property
     def stopped(self) -> bool:
@@ -224,11 +231,20 @@ class Head:
 class Shape(Protocol):
     """The encoder of one kind of response. Chunks are complete server-sent events. ``extra``: members to add."""
 
-    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
-        """Encode and keep the log-probabilities of one token for :meth:`whole`."""
+    needs_pieces: bool
+    """Whether :meth:`keep` must be called for each token of a non-streaming response, not only for those with
+    log-probabilities."""
+    keepalive: bytes
+    """What is sent on an idle stream."""
+
+    def keep(self, choice: Choice, piece: Piece) -> None:
+        """Encode and keep what :meth:`whole` needs of one token."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
         """Return the body of a non-streaming response. Consumes the kept log-probabilities."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """Return the events before the first chunk."""
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
         """Return the chunk of one token, with ``usage`` if the client requested continuous usage."""
@@ -237,7 +253,13 @@ class Shape(Protocol):
         """Return the chunk with the finish reason of a choice."""
 
     def usage(self, usage: Usage, extra: Json) -> bytes:
-        """Return the final chunk with the usage and without choices."""
+        """Return the events after the ends of all choices, if the client requested usage."""
+
+    def done(self) -> bytes:
+        """Return what ends a complete stream."""
+
+    def failed(self, error: RequestError) -> bytes:
+        """Return the events that end a stream with ``error``."""
 
 
 @dataclass(slots=True)
@@ -265,14 +287,14 @@ class _Chunks:
         return b"data: " + encode({**body, **extra}) + b"\n\n"
 
 
-class ChatShape:
+class ChatShape(ChunkStream):
     """The shape of POST /v1/chat/completions."""
 
     def __init__(self, head: Head, options: Options, text: TextModel) -> None:
         self._head, self._options, self._text = head, options, text
         self._chunks = _Chunks("chat.completion.chunk", head, options.include_usage)
 
-    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+    def keep(self, choice: Choice, piece: Piece) -> None:
         if piece.logprobs is not None:
             choice.keep_logprobs({"content": [chat_logprob(self._text, piece.token, piece.logprobs)]})
 
@@ -330,14 +352,14 @@ class ChatShape:
         return self._chunks.last([], usage.json(), extra)
 
 
-class CompletionShape:
+class CompletionShape(ChunkStream):
     """The shape of POST /v1/completions. ``echoes``: the prompt text per choice if ``echo`` is set, else empty."""
 
     def __init__(self, head: Head, options: Options, text: TextModel, echoes: Sequence[str]) -> None:
         self._head, self._options, self._text, self._echoes = head, options, text, echoes
         self._chunks = _Chunks("text_completion", head, options.include_usage)
 
-    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+    def keep(self, choice: Choice, piece: Piece) -> None:
         if piece.logprobs is not None:
             choice.keep_logprobs(completion_logprobs(self._text, [piece], choice.sent_chars))
         choice.sent_chars += len(piece.text)

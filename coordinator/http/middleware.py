@@ -21,9 +21,9 @@ from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError
 from common.net.hosts import is_loopback
 from coordinator.api.delta_encoder import encode
+from coordinator.api.event_stream import error_body
 from coordinator.http.cors import Cors
 from coordinator.http.repeats import RateLimitedLog
-from coordinator.http.reply import error_body
 from coordinator.http.server import EXPECTATION
 from coordinator.requests.errors import RETRY_JITTER, internal
 from coordinator.requests.spec import Json

@@ -13,17 +13,9 @@ from collections.abc import Callable, Sequence
 from common.core.errors import RequestError
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
-from coordinator.api.delta_encoder import encode
 from coordinator.api.response_encoder import Choice, Shape, Usage
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import Json, Options
-
-DONE = b"data: [DONE]\n\n"
-
-
-def error_body(error: RequestError) -> Json:
-    """Return ``error`` as OpenAI's error object."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 class Reply:
@@ -137,7 +129,8 @@ class WholeReply(Reply):
     """Collects all text, and log-probabilities as JSON, and builds the body at the end."""
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
-        keep = self.shape.keep_logprobs if self.options.sampling.logprobs is not None else None
+        wanted = self.shape.needs_pieces or self.options.sampling.logprobs is not None
+        keep = self.shape.keep if wanted else None
         for piece in choice.feed(ids, logprobs, finish):
             self._completion_tokens += 1
             if keep is not None:
@@ -160,7 +153,7 @@ class StreamReply(Reply):
         self._write: Callable[[bytes], None] = self._early.append
         self._last = count - 1
         self._running = count
-        self.opened = False
+        self._begun = self.opened = False
 
     @property
     def partly_sent(self) -> bool:
@@ -174,11 +167,18 @@ class StreamReply(Reply):
     def open(self, write: Callable[[bytes], None]) -> bytes:
         """Send further chunks to ``write``. Returns the chunks that were buffered so far."""
         self._write, self.opened = write, True
-        return b"".join(self._early)
+        return b"".join((*self._early, self._begin()))
+
+    def _begin(self) -> bytes:
+        """Return the events before the first chunk, once."""
+        if self._begun:
+            return b""
+        self._begun = True
+        return self.shape.begin(self.usage())
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
         continuous = self.options.continuous_usage
-        chunks = []
+        chunks = [] if self._begun else [self._begin()]
         for piece in choice.feed(ids, logprobs, finish):
             self._completion_tokens += 1
             chunks.append(self.shape.chunk(choice, piece, self.usage() if continuous else None))
@@ -194,11 +194,11 @@ class StreamReply(Reply):
         usage, metrics = self.usage(), self.metrics()
         wants_usage, continuous = self.options.include_usage, self.options.continuous_usage
         last = self.shape.end(self.choice(self._last), usage if continuous else None, {} if wants_usage else metrics)
-        self._write(last + (self.shape.usage(usage, metrics) if wants_usage else b"") + DONE)
+        self._write(last + (self.shape.usage(usage, metrics) if wants_usage else b"") + self.shape.done())
 
     def _broken(self, error: RequestError) -> None:
         if self.opened or self._early:
-            self._write(b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
+            self._write(self.shape.failed(error))
 
 
 def measured(record: RequestRecord) -> Json:

@@ -194,7 +194,8 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
     if reply.refused:
         assert reply.error is not None
         raise reply.error
-    stream = EventStream(request, _headers(request, reply), *read_timeout(request.app[SERVICES]))
+    keepalive = reply.shape.keepalive
+    stream = EventStream(request, _headers(request, reply), *read_timeout(request.app[SERVICES]), keepalive)
     await stream.open()
     request[WRITTEN] = reply.finished
     stream.send(reply.open(stream.send))

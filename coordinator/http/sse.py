@@ -13,26 +13,32 @@ from collections.abc import Callable
 
 from aiohttp import HttpVersion11, web
 
+from coordinator.api.event_stream import KEEPALIVE
+
 KEEPALIVE_S = 15.0
 """Maximum time without data on a stream. nginx closes an idle stream after 60 s by default, Debian's HAProxy after 50.
 """
 MAX_BUFFERED_BYTES = 1 << 20
 LOOKS = 4
 """Number of checks of a client within its stall timeout."""
-KEEPALIVE = b"\n\n"
-"""Sent on an idle stream: two line breaks, which the event-stream format ignores. Clients that split the stream at
-double line breaks ignore them too, whereas they would prepend a comment or a single line break to the next event."""
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream:
     """One streaming response on the connection of ``request``. ``on_cut`` is called with the reason if the client is
-    disconnected because it does not read. ``stall_s``: seconds for which it may read nothing."""
+    disconnected because it does not read. ``stall_s``: seconds for which it may read nothing. ``keepalive``: sent when
+    the stream is idle."""
 
     def __init__(
-        self, request: web.Request, headers: dict[str, str], stall_s: float, on_cut: Callable[[str], None]
+        self,
+        request: web.Request,
+        headers: dict[str, str],
+        stall_s: float,
+        on_cut: Callable[[str], None],
+        keepalive: bytes = KEEPALIVE,
     ) -> None:
         self._request, self._stall_s, self._on_cut = request, stall_s, on_cut
+        self._keepalive = keepalive
         self._transport = request.transport
         self._response = web.StreamResponse(headers={**headers, **HEADERS})
         self._chunked = request.version >= HttpVersion11
@@ -82,7 +88,7 @@ class EventStream:
                 continue
             self._check_reader(transport, self._loop.time())
             if self._loop.time() - self._sent_at >= KEEPALIVE_S:
-                self.send(KEEPALIVE)
+                self.send(self._keepalive)
 
     async def close(self) -> web.StreamResponse:
         """End the response and deliver the rest of it, as :func:`deliver`."""

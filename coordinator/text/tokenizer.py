@@ -335,11 +335,13 @@ class StopStrings:
 class StopWindow:
     """Holds back the end of a text as long as it may be the beginning of a stop string."""
 
-    __slots__ = ("_held", "_stops")
+    __slots__ = ("_held", "_stops", "found")
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
         self._held = ""
+        self.found: str | None = None
+        """The stop string that is complete."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add ``text`` and return (text that can be sent, whether a stop string is complete). What follows a complete
@@ -348,7 +350,7 @@ class StopWindow:
         found = [(at, stop) for stop in self._stops.strings if (at := held.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda match: match[0])
-            self._held = ""
+            self._held, self.found = "", stop
             return held[: at + len(stop) if self._stops.include else at], True
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]

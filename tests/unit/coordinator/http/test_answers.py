@@ -178,7 +178,7 @@ def test_incremental_logprobs_equal_logprobs_encoded_together(model: Path, shape
     made = shape(Head("id", 0, "tiny", "print"), body.options, text)
     pieces = list(choices[0].feed(tokens, known, FinishReason.STOP))
     for piece in pieces:
-        made.keep_logprobs(choices[0], piece)
+        made.keep(choices[0], piece)
     whole = made.whole(choices, Usage())
     if shape is ChatShape:
         full = {"content": [chat_logprob(text, *pair) for pair in zip(tokens, known, strict=True)], "refusal": None}
