@@ -65,8 +65,6 @@ class ToolFormat:
     """Whether ``after_key`` states the type of the value: ``string="true"`` or ``string="false"``."""
     quote: str = ""
     """Marker on both sides of a string, within which nothing is escaped; keys are then unquoted."""
-    short_ids: bool = False
-    """Whether the chat template accepts only identifiers of nine letters and digits."""
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -132,7 +130,6 @@ _MISTRAL = ToolFormat(
     begin="[TOOL_CALLS]",
     id_marker="[CALL_ID]",
     after_name="[ARGS]",
-    short_ids=True,
 )
 _QWEN_CODER = ToolFormat(
     name="qwen3_coder",
@@ -205,9 +202,7 @@ _TOOLS = (
     ToolFormat(name="lfm2", style="pythonic", begin="<|tool_call_start|>", end="<|tool_call_end|>"),
     ToolFormat(name="olmo3", style="pythonic", begin="<function_calls>", end="</function_calls>"),
     _MISTRAL,
-    ToolFormat(
-        name="mistral_list", style="json", section=("[TOOL_CALLS]", ""), listed=True, between=", ", short_ids=True
-    ),
+    ToolFormat(name="mistral_list", style="json", section=("[TOOL_CALLS]", ""), listed=True, between=", "),
     _QWEN_CODER,
     replace(_QWEN_CODER, name="qwen3_xml"),
     replace(
