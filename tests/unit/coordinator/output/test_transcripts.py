@@ -7,7 +7,8 @@ import pytest
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.unit.coordinator.output.oracle import calls_in
 from tests.unit.coordinator.output.reading import Read, cuts, parser_of, read
-from tests.unit.coordinator.output.transcripts import TRANSCRIPTS, Transcript
+from tests.unit.coordinator.output.transcript import Transcript
+from tests.unit.coordinator.output.transcripts import TRANSCRIPTS
 
 SAME = {"qwen3_xml": "qwen3_coder", "deepseek_v4": "deepseek_v32"}
 """Formats that differ from another one in their name and the text around their calls."""
