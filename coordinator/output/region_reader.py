@@ -38,6 +38,8 @@ class RegionReader:
         self._tools = tools
         self._reasons = reasons
         self._new_id = new_id
+        self._slow = set[Marker]()
+        """Markers whose pattern was too slow once."""
         self._prose = {"content": Prose(writer.content), "reasoning": Prose(writer.reasoning)}
 
     def read(self, thinking: bool) -> Reading:
@@ -87,7 +89,7 @@ class RegionReader:
         is certainly none. ``empty``: a marker without text must not end what has no text yet."""
         stream, best, held = self._stream, None, len(self._stream.text)
         for region, marker in watched:
-            found = marker.search(stream.text, stream.at, stream.ended)
+            found = self._found(marker)
             if found is None or (empty and region is None and found.start() == found.end() == stream.at):
                 continue
             at_end = found.end() == len(stream.text)
@@ -100,6 +102,15 @@ class RegionReader:
         if best is None and len(stream.text) - held > _MOST_HELD:
             held = len(stream.text)
         return best, held
+
+    def _found(self, marker: Marker) -> Any:
+        if marker in self._slow:
+            return None
+        try:
+            return marker.search(self._stream.text, self._stream.at, self._stream.ended)
+        except TimeoutError:
+            self._slow.add(marker)
+            return None
 
     def _sink(self, region: Region | None, opened: Any) -> tuple[Callable[[str], None], Callable[[Any], None]]:
         """Return what takes the text of ``region``, and what is called at its end with the match of its end marker."""

@@ -12,6 +12,7 @@ from typing import Any
 from coordinator.output.deltas import Delta
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 from coordinator.output.parser import OutputParser
+from coordinator.output.regions import load
 
 TOOLS: list[dict[str, object]] = [
     {
@@ -33,6 +34,22 @@ TOOLS: list[dict[str, object]] = [
     },
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
 ]
+
+JSON_LINES: dict[str, Any] = {
+    "start_anchor": "<bot>",
+    "fields": {
+        "thinking": {"open": "<why>", "close": "</why>"},
+        "tool_calls": {
+            "open": "<do>",
+            "close": "</do>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": ["<end>", "<end2>"]},
+    },
+}
+"""A response template of a tokenizer."""
 
 
 @dataclass
@@ -87,6 +104,22 @@ def parser_of(
         thinking=thinking,
         parse_tools=parse_tools,
         parse_reasoning=parse_reasoning,
+        new_id=lambda: f"call_{next(numbers)}",
+    )
+
+
+def parser_for(
+    template: dict[str, Any], thinking: bool = False, parse_tools: bool = True, reasons: bool = True
+) -> OutputParser:
+    """Return the parser of a model with the response template ``template``."""
+    regions, numbers = load(template), itertools.count()
+    assert regions is not None
+    return OutputParser(
+        OutputFormat(regions=regions),
+        TOOLS,
+        thinking=thinking,
+        parse_tools=parse_tools,
+        parse_reasoning=reasons,
         new_id=lambda: f"call_{next(numbers)}",
     )
 

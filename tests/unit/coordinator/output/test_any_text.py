@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from coordinator.output.harmony import MARKERS
-from tests.unit.coordinator.output.reading import Read, add_up, cuts, parser_of, random_cuts, read
+from tests.unit.coordinator.output.reading import (
+    JSON_LINES,
+    Read,
+    add_up,
+    cuts,
+    parser_for,
+    parser_of,
+    random_cuts,
+    read,
+)
 from tests.unit.coordinator.output.transcripts import TRANSCRIPTS
 
 PAIRS = sorted({(each.tools, each.reasoning) for each in TRANSCRIPTS})
@@ -99,6 +108,8 @@ LONG: dict[str, tuple[str, Callable[[int], str]]] = {
     "quoted": ("gemma4", lambda size: '<|tool_call>call:f{a:<|"|>' + 'b<|"' * size),
     "long name": ("mistral", lambda size: "[TOOL_CALLS]" + "n" * size),
     "message": ("openai", lambda size: "<|channel|>final<|message|>" + "word < " * size),
+    "region": ("", lambda size: "word < " * size),
+    "region of a call": ("", lambda size: '<do>{"name": "f", "arguments": {"a": "' + "b </d " * size),
     "header": ("openai", lambda size: "<|channel|>" + "word < " * size),
 }
 
@@ -122,7 +133,7 @@ def _lines(tools: str, text: str) -> int:
         count += event == "line"
         return trace
 
-    parser = parser_of(tools, "harmony" if tools == "openai" else "qwen3")
+    parser = parser_of(tools, "harmony" if tools == "openai" else "qwen3") if tools else parser_for(JSON_LINES)
     deltas, before = [], sys.gettrace()
     sys.settrace(trace)
     try:
