@@ -203,7 +203,7 @@ def read_pythonic_calls(context: Context, known_only: bool = False) -> CallReadi
             stream.at += listed
             if listed or not context.format.end:
                 return "whole"
-        name = context.clean((yield from read_name(stream)))
+        name = context.clean((yield from read_name(stream))).removesuffix(context.format.method)
         known = name in context.tools or (not known_only and bool(name))
         if not known or (yield from stream.skip_space()) != "(":
             return "broken" if outcome == "whole" and (listed or name) else outcome

@@ -52,6 +52,8 @@ class ToolFormat:
     listed: bool = False
     name_prefix: str = ""
     """Text before each tool's name that does not belong to it."""
+    method: str = ""
+    """Text behind the name of a tool in calls that a ``json`` family may also write as ``NAME.call(KEY=LITERAL)``."""
     numbered: bool = False
     """Whether the model writes ``:`` and the number of the call behind the name, and prefix, name and number are the
     call's identifier."""
@@ -122,7 +124,7 @@ class OutputFormat:
 
 HERMES = ToolFormat(name="hermes", style="json", begin="<tool_call>\n", end="\n</tool_call>", between="\n")
 _LLAMA = ToolFormat(
-    name="llama3_json", style="json", also=("<|python_tag|>",), between="; ", arguments_key="parameters"
+    name="llama3_json", style="json", also=("<|python_tag|>",), method=".call", between="; ", arguments_key="parameters"
 )
 _MISTRAL = ToolFormat(
     name="mistral",

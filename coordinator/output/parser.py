@@ -221,6 +221,8 @@ class _Reader:
         outcome: Outcome = "none"
         if style == "json" or (char and char in "[{" and style != "pythonic"):
             outcome = yield from read_json_calls(self._context)
+            if outcome == "none" and self._context.format.method and char not in ("{", "["):
+                outcome = yield from read_pythonic_calls(self._context, known_only=True)
         elif not rest:
             outcome = yield from _READERS[style](self._context)
         if outcome == "none":

@@ -33,6 +33,8 @@ def _objects(text: str) -> list[Call]:
 
 def _from_start(text: str) -> list[Call]:
     text = text.removeprefix("<|python_tag|>")
+    if ".call(" in text:
+        return _python(text.replace(".call(", "("))
     return _objects(text) if text.startswith("{") else []
 
 

@@ -85,6 +85,10 @@ _LLAMA = [
         '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}',
         calls=[PARIS],
     ),
+    Transcript(
+        "llama3_json", "", '<|python_tag|>get_weather.call(city="Paris")', calls=[PARIS], control=("<|python_tag|>",)
+    ),
+    Transcript("llama3_json", "", "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
     Transcript("llama3_json", "", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),
     Transcript("llama3_json", "", 'A list: {"name": "now"}', 'A list: {"name": "now"}'),
     Transcript(
