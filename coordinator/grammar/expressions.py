@@ -20,9 +20,12 @@ WHITESPACE = r" |\n(?: {0,32}|\t{0,8})"
 ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
-def json_value(schema: object, whitespace: str | None = None, *, closed: bool = False) -> str:
-    """Return the expression for JSON values of a client's ``schema``. Raises GrammarError."""
-    made = prepared(schema, closed=closed)
+def json_value(
+    schema: object, whitespace: str | None = None, *, closed: bool = False, lenient: bool = False, at: str = ""
+) -> str:
+    """Return the expression for JSON values of a client's ``schema``; ``closed``, ``lenient`` and ``at`` are those of
+    :func:`~coordinator.grammar.json_schema.prepared`. Raises GrammarError."""
+    made = prepared(schema, closed=closed, lenient=lenient, at=at)
     if made is True:
         made = {}
     elif made is False:

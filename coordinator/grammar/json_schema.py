@@ -54,10 +54,11 @@ _OTHER_FORMATS = frozenset(
 """Formats of the standard that are not enforced. Any other name is an annotation."""
 
 
-def prepared(schema: object, *, closed: bool = False) -> Schema | bool:
+def prepared(schema: object, *, closed: bool = False, lenient: bool = False, at: str = "") -> Schema | bool:
     """Return ``schema`` rewritten for llguidance. ``closed``: objects have only the properties that they name unless
-    ``additionalProperties`` says otherwise. Raises GrammarError with the path of the keyword that cannot be obeyed."""
-    return _Preparation(schema, closed).result()
+    ``additionalProperties`` says otherwise. ``at``: JSON pointer to the part that is meant. Raises GrammarError with
+    the path of the keyword that cannot be obeyed; with ``lenient``, such keywords are left out."""
+    return _Preparation(schema, closed, lenient).result(at)
 
 
 def join(path: str, step: str | int) -> str:
@@ -68,16 +69,20 @@ def join(path: str, step: str | int) -> str:
 class _Preparation:
     """The rewriting of one schema document."""
 
-    def __init__(self, root: object, closed: bool) -> None:
-        self._root, self._closed = root, closed
+    def __init__(self, root: object, closed: bool, lenient: bool) -> None:
+        self._root, self._closed, self._lenient = root, closed, lenient
         self._base = str(root.get("$id", "")).rstrip("#") if isinstance(root, dict) else ""
         self._names: dict[str, str] = {}
         """References that were met -> their names in ``$defs``."""
         self._waiting: list[tuple[str, str, object]] = []
         """Targets that are not rewritten yet: (name, path, schema)."""
 
-    def result(self) -> Schema | bool:
-        made = self._schema(self._root, "", 0)
+    def result(self, at: str = "") -> Schema | bool:
+        """Return the schema at the JSON pointer ``at`` of the document."""
+        if at:
+            made: Schema | bool = {"$ref": self._reference(f"#{at}", at.replace("/", "."))}
+        else:
+            made = self._schema(self._root, "", 0)
         definitions: Schema = {}
         while self._waiting:
             name, path, target = self._waiting.pop()
@@ -113,22 +118,22 @@ class _Preparation:
             many: list[Schema | bool] = [
                 self._schema(each, join(path, at), depth) for at, each in enumerate(_array(value, path))
             ]
-            made["anyOf" if keyword == "oneOf" and self._exclusive(schema, value) else keyword] = many
+            either = keyword == "oneOf" and (self._lenient or self._exclusive(schema, value))
+            made["anyOf" if either else keyword] = many
         elif keyword in _ONE:
             made[keyword] = self._schema(value, path, depth)
         elif keyword == "$ref":
             made[keyword] = self._reference(value, path)
         elif keyword == "format":
             self._format(made, schema, value, path)
-        elif keyword in _UNSUPPORTED and _constrains(schema, keyword, value):
+        elif keyword in _UNSUPPORTED and not self._lenient and _constrains(schema, keyword, value):
             unsupported(f"is not supported: structured output cannot obey the keyword {keyword!r}.", path)
 
-    @staticmethod
-    def _format(made: Schema, schema: Schema, value: object, path: str) -> None:
+    def _format(self, made: Schema, schema: Schema, value: object, path: str) -> None:
         kinds = schema.get("type", "string")
         if kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
             return  # formats of other types, such as int32, are annotations
-        if value in _OTHER_FORMATS:
+        if value in _OTHER_FORMATS and not self._lenient:
             unsupported(f"is not supported: structured output cannot obey the format {value!r}.", path)
         if value in FORMATS:
             made["format"] = value

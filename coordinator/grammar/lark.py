@@ -73,10 +73,18 @@ class Grammar:
     def rule(self, name: str, body: str, options: str = "") -> str:
         """Define the rule ``name``, or the terminal if it is in capitals, and return its name, which gets a number to
         be unique. ``options``: such as ``[lazy]``."""
-        self._count += 1
-        name = f"{name}_{self._count}"
-        self._lines.append(f"{name}{options}: {body}")
+        name = self.reserve(name)
+        self.define(name, body, options)
         return name
+
+    def reserve(self, name: str) -> str:
+        """Return the name of a rule that :meth:`define` defines later, because it refers to itself."""
+        self._count += 1
+        return f"{name}_{self._count}"
+
+    def define(self, name: str, body: str, options: str = "") -> None:
+        """Define the rule with a reserved name."""
+        self._lines.append(f"{name}{options}: {body}")
 
     def other(self, lark: str) -> str:
         """Add a further grammar in Lark and return the expression that refers to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,83 @@ DIRECTORY = Path(common.builtin.__file__).parent / "model"
 VOCAB, END_IDS = 2048, (7, 1)
 
 
-@functools.cache
-def tokenizer() -> LLTokenizer:
-    return LLTokenizer(str(DIRECTORY / "tokenizer.json"), n_vocab=VOCAB, eos_token=list(END_IDS))
+@dataclass(frozen=True)
+class Model:
+    """A tokenizer with which grammars are tried out."""
+
+    tokenizer: LLTokenizer
+    vocabulary: ModelVocabulary
+
+    def verdict(self, task: Task) -> Verdict:
+        return screen(task, self.tokenizer, self.vocabulary, LIMITS)
+
+    def grammar(self, task: Task) -> str:
+        """Return the grammar of ``task``, which must be possible."""
+        made = self.verdict(task)
+        assert not made.error, made
+        return made.grammar
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher of ``grammar`` at its beginning."""
+        return _compiled(self, grammar).deep_copy()
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, in which control tokens may be spelled out."""
+        return self.tokenizer.tokenize_str(text, parse_special=True)
+
+    def begins(self, grammar: str, text: str, *, whole: bool = False) -> bool:
+        """Return whether ``text`` is the beginning of a match."""
+        state, ids = self.matcher(grammar), self.ids(text)
+        return state.try_consume_tokens(ids) == len(ids) and (state.is_accepting() or not whole)
+
+    def accepts(self, grammar: str, text: str) -> bool:
+        """Return whether ``text`` matches as a whole."""
+        return self.begins(grammar, text, whole=True)
+
+    def allowed(self, state: LLMatcher) -> set[int]:
+        """Return the tokens that may come next."""
+        bits = int.from_bytes(state.compute_bitmask(), "little")
+        assert not state.is_error(), state.get_error()
+        return {token for token in range(self.tokenizer.vocab_size) if bits >> token & 1}
+
+    def random_match(self, grammar: str, rng: random.Random, most: int = 400) -> str | None:
+        """Return a random text that matches, None if it is not complete after ``most`` tokens. Half of the choices
+        prefer the marks that bring JSON to its end."""
+        state = self.matcher(grammar)
+        closing = [self.ids(text)[0] for text in '"}],:<)']
+        chosen: list[int] = []
+        for _ in range(most):
+            options = self.allowed(state)
+            if options & set(self.tokenizer.eos_tokens):
+                return self.tokenizer.decode_str(chosen)
+            preferred = [token for token in closing if token in options]
+            token = rng.choice(preferred if preferred and rng.random() < 0.5 else sorted(options))
+            assert state.consume_token(token), state.get_error()
+            chosen.append(token)
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(model: Model, grammar: str) -> LLMatcher:
+    made = LLMatcher(model.tokenizer, grammar, log_level=0, limits=LIMITS)
+    assert not made.is_error(), made.get_error()
+    return made
 
 
 @functools.cache
-def vocabulary() -> ModelVocabulary:
-    return ModelVocabulary(tokenizer())
+def builtin() -> Model:
+    """Return the built-in model's tokenizer."""
+    tokenizer = LLTokenizer(str(DIRECTORY / "tokenizer.json"), n_vocab=VOCAB, eos_token=list(END_IDS))
+    return Model(tokenizer, ModelVocabulary(tokenizer))
 
 
 def verdict(task: Task) -> Verdict:
-    return screen(task, tokenizer(), vocabulary(), LIMITS)
-
-
-def grammar(task: Task) -> str:
-    """Return the grammar of ``task``, which must be possible."""
-    made = verdict(task)
-    assert not made.error, made
-    return made.grammar
+    return builtin().verdict(task)
 
 
 def answer(kind: Any, value: Any = None, **options: Any) -> str:
     """Return the grammar of a constraint."""
-    return grammar(Task(Answer(kind, value, **options)))
+    return builtin().grammar(Task(Answer(kind, value, **options)))
 
 
 def error(kind: Any, value: Any = None, **options: Any) -> Verdict:
@@ -52,53 +106,13 @@ def error(kind: Any, value: Any = None, **options: Any) -> Verdict:
     return made
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(text: str) -> LLMatcher:
-    made = LLMatcher(tokenizer(), text, log_level=0, limits=LIMITS)
-    assert not made.is_error(), made.get_error()
-    return made
-
-
-def matcher(text: str) -> LLMatcher:
-    """Return a matcher of the grammar ``text`` at its beginning."""
-    return _compiled(text).deep_copy()
-
-
 def accepts(grammar: str, text: str) -> bool:
-    """Return whether ``text``, in which control tokens may be spelled out, matches as a whole."""
-    return begins(grammar, text, whole=True)
+    return builtin().accepts(grammar, text)
 
 
-def begins(grammar: str, text: str, *, whole: bool = False) -> bool:
-    """Return whether ``text`` is the beginning of a match."""
-    state = matcher(grammar)
-    ids = tokenizer().tokenize_str(text, parse_special=True)
-    return state.try_consume_tokens(ids) == len(ids) and (state.is_accepting() or not whole)
+def begins(grammar: str, text: str) -> bool:
+    return builtin().begins(grammar, text)
 
 
-def allowed(state: LLMatcher) -> set[int]:
-    """Return the tokens that may come next."""
-    bits = int.from_bytes(state.compute_bitmask(), "little")
-    assert not state.is_error(), state.get_error()
-    return {token for token in range(VOCAB) if bits >> token & 1}
-
-
-@functools.cache
-def _closing() -> list[int]:
-    return [tokenizer().tokenize_str(text)[0] for text in '"}],:']
-
-
-def random_match(grammar: str, rng: random.Random, most: int = 400) -> str | None:
-    """Return a random text that matches, None if it is not complete after ``most`` tokens. Half of the choices prefer
-    the marks that bring JSON to its end."""
-    state = matcher(grammar)
-    chosen: list[int] = []
-    for _ in range(most):
-        options = allowed(state)
-        if options & set(END_IDS):
-            return tokenizer().decode_str(chosen)
-        preferred = [token for token in _closing() if token in options]
-        token = rng.choice(preferred if preferred and rng.random() < 0.5 else sorted(options))
-        assert state.consume_token(token), state.get_error()
-        chosen.append(token)
-    return None
+def random_match(grammar: str, rng: random.Random) -> str | None:
+    return builtin().random_match(grammar, rng)

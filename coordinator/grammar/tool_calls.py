@@ -1,0 +1,265 @@
+"""Grammars of tool calls in each family's notation, from the table in :mod:`coordinator.output.formats`.
+
+What is obeyed: in every notation the name is one of the tools that may be called. Arguments in JSON (styles json,
+named, channels) match the tool's schema. Parameters between tags come in the order of the schema, the required ones
+are there, none is unknown, a string may be any text without the end tag (or one of its enumeration), and other values
+match their schema. For Python literals and quoted strings see :mod:`coordinator.grammar.notation`.
+
+A tool that is not strict may have a schema with keywords that cannot be obeyed: they are left out, and if that does not
+help, arguments may be any JSON object. A strict tool is then refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from llguidance import LLMatcher
+
+from coordinator.grammar import lark
+from coordinator.grammar.errors import GrammarError
+from coordinator.grammar.expressions import ANY_OBJECT, WHITESPACE, json_value
+from coordinator.grammar.notation import Values
+from coordinator.grammar.structural_tag import markers
+from coordinator.grammar.task import Tool
+from coordinator.output.formats import ToolFormat
+from coordinator.output.parameters import types_of
+
+
+class Calls:
+    """Rules for the calls of one output. ``simple``: arguments of tools that are not strict may be any object."""
+
+    def __init__(
+        self,
+        grammar: lark.Grammar,
+        vocabulary: lark.Vocabulary,
+        form: ToolFormat,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        simple: bool = False,
+    ) -> None:
+        self._grammar, self._vocabulary, self.form = grammar, vocabulary, form
+        self.tools, self.parallel, self._simple = tools, parallel, simple
+        self._space_rule = self._call_rule = ""
+
+    @property
+    def space(self) -> str:
+        """Expression for white space that may be left out."""
+        if not self._space_rule:
+            self._space_rule = self._grammar.rule("SPACE", lark.regex(WHITESPACE))
+        return f"{self._space_rule}?"
+
+    # -- texts of the format ----------------------------------------------------------------------------------------
+
+    def flexible(self, text: str, *, around_value: bool = False) -> str:
+        """Return the expression for ``text`` of a format, in which white space at line breaks and at its ends may be
+        left out or be another. ``around_value``: there is a line break or none, as other white space would be read as
+        part of a value."""
+        parts: list[str] = []
+        at_break = '"\\n"?' if around_value else self.space
+        for at, line in enumerate(text.split("\n")):
+            if at and (not parts or parts[-1] != at_break):
+                parts.append(at_break)
+            bare = line.strip(" ")
+            if bare != line and line.startswith(" ") and (not parts or parts[-1] != self.space):
+                parts.append(self.space)
+            if bare:
+                parts.append(markers(bare, self._vocabulary))
+            if bare and line.endswith(" "):
+                parts.append(self.space)
+        return " ".join(parts)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    @property
+    def listed(self) -> bool:
+        """Whether all calls stand in brackets."""
+        return self.form.listed or self.form.style == "pythonic"
+
+    def opening(self) -> str:
+        """Return the text before the first call of a group: that of its section, of the call, and a bracket."""
+        return self.form.section[0] + self.form.begin + ("\n[" if self.listed else "")
+
+    def group(self) -> str:
+        """Return the expression for one group of calls behind :meth:`opening`."""
+        return self._rule("group", f"{self.space} {self._call()} {self._others()}")
+
+    def unmarked_group(self) -> str:
+        """Return the expression for a group of calls without markers. Its beginning up to the name is one terminal, so
+        that :meth:`unlike_calls`, other text, ends where it is complete: the lexer prefers the longer match."""
+        options: list[str] = []
+        for tool in self.tools:
+            name = re.escape(tool.name)
+            blank = rf"(?:{WHITESPACE})?"
+            if self.form.style == "pythonic":
+                head = self._grammar.rule("HEAD", lark.regex(rf"{blank}\[{blank}{name}\("))
+                options.append(f"{head} {self._pythonic(tool)}")
+            else:
+                key = rf'{blank}\{{{blank}"{self.form.name_key}"{blank}:{blank}"{name}"'
+                options.append(f'{self._grammar.rule("HEAD", lark.regex(key))} {self._json(tool)} {self.space} "}}"')
+        return self._rule("group", f"({' | '.join(options)}) {self._others()}")
+
+    def unlike_calls(self) -> str:
+        """Return the expression for text that does not begin like a call without markers."""
+        names = "|".join(re.escape(tool.name) for tool in self.tools)
+        if self.form.style == "pythonic":
+            like_call = rf"\s*\[?\s*({names})\s*\((?s:.*)"
+        else:
+            like_call = rf"\s*(\[\s*)?\{{\s*[\"']({self.form.name_key}|function)[\"']\s*:\s*[\"']({names})[\"'](?s:.*)"
+        return self._grammar.rule("TEXT", f"{lark.ANY_TEXT} & ~{lark.regex(like_call)}")
+
+    def _others(self) -> str:
+        """Return the expression for what follows the first call: others, and the end of the group."""
+        form = self.form
+        end, closed = self.flexible(form.end), self.flexible(form.section[1])
+        if self.listed:
+            more = f'({self.space} "," {self.space} {self._call()})*' if self.parallel else ""
+            end = f"({end})?" if end and not form.opening else end
+            return f'{more} {self.space} "]" {self.space} {end} {closed}'
+        between = self.flexible(form.between.strip())
+        between = f"({between})? {self.space}" if between else ""
+        call = f"{self.space} {end} {self.space} {between} {self.flexible(form.begin)} {self.space} {self._call()}"
+        return f"{f'({call})*' if self.parallel else ''} {self.space} {end} {closed}"
+
+    def named_calls(self, before_arguments: str) -> str:
+        """Return the expression for a name, ``before_arguments`` and the arguments in JSON, of any of the tools."""
+        options = (f"{lark.literal(tool.name)} {before_arguments} {self.arguments(tool)}" for tool in self.tools)
+        return self._rule("call", " | ".join(options))
+
+    def _rule(self, name: str, body: str) -> str:
+        """Define a rule without repeated white space, and return its name."""
+        parts: list[str] = []
+        for part in body.split(" "):
+            if part and not (parts and part == self.space == parts[-1]):
+                parts.append(part)
+        return self._grammar.rule(name, " ".join(parts) or '""')
+
+    def _call(self) -> str:
+        """Return the expression for one call behind its ``begin``: any of the tools."""
+        if self._call_rule:
+            return self._call_rule
+        space = self.space
+        match self.form.style:
+            case "json":
+                names = (f"{lark.literal(f'{chr(34)}{tool.name}{chr(34)}')} {self._json(tool)}" for tool in self.tools)
+                key = lark.literal(f'"{self.form.name_key}"')
+                numbered = ""
+                if self.form.name_key == "tool_name":  # Cohere's models number their calls
+                    numbered = f'("\\"tool_call_id\\"" {space} ":" {space} /"[0-9]{{1,3}}"/ {space} "," {space})?'
+                body = f'"{{" {space} {numbered} {key} {space} ":" {space} ({" | ".join(names)}) {space} "}}"'
+            case "parameters":
+                body = " | ".join(map(self._parameters, self.tools))
+            case "pythonic":
+                body = " | ".join(f'{lark.literal(tool.name)} "(" {self._pythonic(tool)}' for tool in self.tools)
+            case _:
+                body = " | ".join(map(self._named, self.tools))
+        self._call_rule = self._grammar.rule("call", body)
+        return self._call_rule
+
+    def _json(self, tool: Tool) -> str:
+        """Return the expression for what follows the name in an object, up to its closing brace."""
+        key, space = lark.literal(f'"{self.form.arguments_key}"'), self.space
+        behind = f"{space} {self.arguments(tool)}"
+        if self.form.short_ids:
+            behind += f' ({space} "," {space} "\\"id\\"" {space} ":" {space} /"[a-zA-Z0-9]{{9}}"/)?'
+        return f'{space} "," {space} {key} {space} ":" {behind}'
+
+    def _named(self, tool: Tool) -> str:
+        form = self.form
+        name = lark.literal(form.name_prefix + tool.name)
+        number = '":" /[0-9]{1,3}/' if form.numbered else ""
+        after = self._after_name()
+        if form.id_marker:  # Mistral's: older models write neither marker
+            after = f"({markers(form.id_marker, self._vocabulary)} /[a-zA-Z0-9]{{1,64}}/)? ({after})?"
+        if not form.quote:
+            return f"{name} {number} {after} {self.space} {self.arguments(tool)}"
+        parameters = _object(tool.parameters)
+        values = Values(self._grammar, self._vocabulary, parameters, form.quote)
+        fields = values.fields(parameters, ":")
+        return f'{name} {number} {after} "{{" {self.space} {fields} {self.space} "}}"'
+
+    def _after_name(self) -> str:
+        """Return the expression for the text behind a name; a line break that ends the name must be there."""
+        text = self.form.after_name
+        return f"{lark.literal(chr(10))} {self.flexible(text[1:])}" if text.startswith("\n") else self.flexible(text)
+
+    def _pythonic(self, tool: Tool) -> str:
+        """Return the expression for what follows a name and its bracket."""
+        parameters = _object(tool.parameters)
+        fields = Values(self._grammar, self._vocabulary, parameters).fields(parameters, "=")
+        return f'{self.space} {fields} {self.space} ")"'
+
+    def _parameters(self, tool: Tool) -> str:
+        form, parameters = self.form, _object(tool.parameters)
+        properties, required = parameters.get("properties"), parameters.get("required")
+        needed = required if isinstance(required, list) else []
+        fields: list[str] = []
+        for name in properties if isinstance(properties, dict) else ():
+            field = self._rule("field", f"{self.flexible(form.key)} {lark.literal(name)} {self._tagged(tool, name)}")
+            fields.append(f"({field} {self.space})" + ("" if name in needed else "?"))
+        name = lark.literal(form.name_prefix + tool.name)
+        return f"{name} {self._after_name()} {self.space} {' '.join(fields)}"
+
+    def _tagged(self, tool: Tool, name: str) -> str:
+        """Return the expression for the value of the parameter ``name`` behind its key, with its end tag."""
+        form, parameters = self.form, _object(tool.parameters)
+        types = types_of(parameters, name)
+        text = types is None or "string" in types
+        after_key = form.after_key
+        if form.typed and not text:
+            after_key = after_key.replace('"true"', '"false"')
+        head = self.flexible(after_key, around_value=True)
+        end = self.flexible(form.after_value, around_value=True)
+        properties = parameters["properties"]
+        assert isinstance(properties, dict)
+        values = _choices(properties[name])
+        if types == {"string"} and values:
+            return f"{head} ({' | '.join(map(lark.literal, values))}) {end}"
+        if not text:
+            return f"{head} {self._json_at(tool, name)} {end}"
+        tag = form.after_value.strip()
+        if self._vocabulary.control_id(tag) is not None:
+            return f"{head} {lark.ANY_TEXT} {markers(tag, self._vocabulary)}"
+        return f"{head} {self._grammar.rule('text', f'{lark.ANY_TEXT} {lark.literal(tag)}', '[lazy]')}"
+
+    # -- arguments --------------------------------------------------------------------------------------------------
+
+    def arguments(self, tool: Tool) -> str:
+        """Return the expression for the arguments of ``tool`` as a JSON object."""
+        return self._grammar.rule("json", self._value(tool, _object(tool.parameters), ""))
+
+    def _json_at(self, tool: Tool, name: str) -> str:
+        pointer = f"/properties/{name.replace('~', '~0').replace('/', '~1').replace('%', '%25')}"
+        return self._grammar.rule("json", self._value(tool, _object(tool.parameters), pointer))
+
+    def _value(self, tool: Tool, schema: Mapping[str, object], at: str) -> str:
+        """Return the expression for JSON of the part ``at`` of a tool's schema, as exactly as it can be obeyed."""
+        if tool.strict:
+            try:
+                return json_value(schema, closed=True, at=at)
+            except GrammarError as error:
+                raise GrammarError(error.text, error.path, error.code, tool.index) from None
+        for lenient in () if self._simple else (False, True):
+            try:
+                found = json_value(schema, lenient=lenient, at=at)
+            except GrammarError:
+                continue
+            if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
+                return found
+        return json_value({} if at else ANY_OBJECT)
+
+
+def _object(parameters: object) -> dict[str, object]:
+    """Return the schema of a tool's arguments, which are always an object."""
+    if not isinstance(parameters, dict):
+        return dict(ANY_OBJECT)
+    return parameters if "type" in parameters else {**ANY_OBJECT, **parameters}
+
+
+def _choices(schema: object) -> list[str]:
+    """Return the strings of an enumeration, [] if the schema is none."""
+    if not isinstance(schema, dict):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) and all(isinstance(each, str) and each for each in values) else []
