@@ -62,12 +62,9 @@ def parse_chat(
     longer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
     limit = fields.integer("max_tokens", 1, MAX_TOKENS)
     options = _options(fields, (top or 0) if wants else None, limit if longer is None else longer)
-    if (max_reasoning := fields.integer("max_reasoning_tokens", 0, MAX_TOKENS)) is not None:
-        refuse("'max_reasoning_tokens' is not supported yet.", "max_reasoning_tokens", "unsupported")
+    max_reasoning = fields.integer("max_reasoning_tokens", 0, MAX_TOKENS)
     messages = parse_messages(fields, budget or JsonBudget(), check_chars, arguments_as_text=arguments_as_text)
     tools = parse_tools(fields)
-    if tools.use is not None and tools.use.choice != "auto":
-        refuse("Only 'auto' and 'none' are supported as 'tool_choice' so far; calls cannot be forced.", "tool_choice")
     template_kwargs = _template_kwargs(fields)
     documents = _documents(fields)
     generation = fields.boolean("add_generation_prompt", True)

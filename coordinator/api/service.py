@@ -27,7 +27,7 @@ from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading
 from coordinator.cluster.registry import Registry
 from coordinator.grammar.compiler import GrammarCompiler
-from coordinator.grammar.task import Answer, Task
+from coordinator.grammar.requests import GrammarRequest, for_chat
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import Lanes, cost
@@ -262,14 +262,21 @@ class ServedModel:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    async def grammar(self, options: Options) -> str:
+    def chat_grammar(self, body: ChatBody, chat: ChatText) -> GrammarRequest | None:
+        """Return what the grammar of ``body``, rendered as ``chat``, depends on, for :meth:`grammar`."""
+        return for_chat(body, self.text.output, chat.thinking)
+
+    async def grammar(self, wanted: GrammarRequest | None) -> str:
         """Return the grammar that the output of a request must match, "" for none. Raises RequestError if it cannot be
         obeyed, or if too many grammars wait to be compiled."""
-        given = options.constraint
-        if given is None:
+        if wanted is None:
             return ""
-        answer = Answer(given.kind, given.value, given.strict, given.whitespace, given.closed)
-        return await self._grammars.compile(Task(answer), {None: given.param})
+        try:
+            return await self._grammars.compile(wanted.task, wanted.params)
+        except RequestError as error:
+            if wanted.optional and error.status == 400:
+                return ""
+            raise
 
     def sampling(
         self,

@@ -101,6 +101,7 @@ class Screening:
         try:
             die_with(parent)
             self._connection.close()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a crash prints would fill the log
             self._confine()
             task = msgspec.msgpack.decode(job.task, type=Task)
             verdict = screen(task, self._tokenizer, self._vocabulary, LIMITS)

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -21,6 +22,7 @@ from coordinator.api.openai import parse_completion
 from coordinator.api.parsed_choice import OutputReading, ParsedChoice
 from coordinator.api.response_encoder import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.api.service import ServedModel
+from coordinator.grammar.requests import GrammarRequest, for_completion
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body, read_timeout
 from coordinator.http.middleware import REQUEST_ID, WRITTEN, json_response
 from coordinator.http.reply import Reply, StreamReply, WholeReply
@@ -41,6 +43,17 @@ UNPARSED_TOOLS = {"x-tandem-tools": "unparsed"}
 """Header of an answer that may have tool calls in its content, because the model's way to write them is not known."""
 
 
+class ChatRequest(NamedTuple):
+    """A chat as it was read. ``reading``: how outputs are parsed. ``unparsed``: whether calls stay in the content.
+    ``grammar``: what the grammar of outputs depends on."""
+
+    options: Options
+    text: ChatText
+    reading: OutputReading | None
+    unparsed: bool
+    grammar: GrammarRequest | None
+
+
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a chat, as a whole or as server-sent events."""
@@ -49,16 +62,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     _refuse_when_draining(services)
     model = services.model
 
-    def read(fields: Json, budget: JsonBudget) -> tuple[Options, ChatText, OutputReading | None, bool]:
+    def read(fields: Json, budget: JsonBudget) -> ChatRequest:
         body = model.parse_chat(fields, budget)
         text = model.chat_text(body)
         unparsed = body.tool_use is not None and not model.text.output.reads_calls
-        return body.options, text, model.reading(body, text), unparsed
+        return ChatRequest(body.options, text, model.reading(body, text), unparsed, model.chat_grammar(body, text))
 
-    options, text, reading, unparsed = await read_body(request, read, templated=True)
+    options, text, reading, unparsed, wanted = await read_body(request, read, templated=True)
     if unparsed:
         request[EXTRA_HEADERS] = UNPARSED_TOOLS
-    grammar = await model.grammar(options)
+    grammar = await model.grammar(wanted)
+    del wanted
     prompts = [await model.chat_prompt(text)]
     del text  # release its memory: the answer may take long
     shape = ChatShape(_head("chatcmpl", model), options, model.text)
@@ -83,7 +97,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
     body = await read_body(request, read)
     options = body.options
-    grammar = await model.grammar(options)
+    grammar = await model.grammar(for_completion(options))
     prompts = await model.text_prompts(body.prompts)
     if options.return_token_ids:
         model.check_repeats(replace(body, echo=False), prompts)

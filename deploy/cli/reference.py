@@ -109,7 +109,7 @@ FIELD_HELP = {
     "logit_bias": "Token id to a value from -100 to 100 that is added to its logit.",
     "logprobs": "Return the log-probability of each output token; `top_logprobs` adds alternatives.",
     "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`.",
-    "max_reasoning_tokens": "Not supported yet.",
+    "max_reasoning_tokens": "Longest reasoning in tokens, for models whose reasoning ends with a token of its own.",
     "max_tokens": "Longest output in tokens. Default: what fits for chats, 16 for completions.",
     "messages": "The conversation: roles system, developer, user, assistant, tool; text content only.",
     "min_p": "Smallest probability of a token, relative to the most likely one.",
@@ -151,7 +151,8 @@ FIELD_HELP = {
     "structured_outputs.disable_additional_properties": "Whether objects have only the properties that the schema "
     "names, unless it says otherwise.",
     "temperature": "0 is greedy. Default: the model's `generation_config.json`, else 1.",
-    "tool_choice": "`auto`, `none`, or an object of type `allowed_tools` with the mode `auto`.",
+    "tool_choice": "`auto`, `none`, `required`, a function, or an object of type `allowed_tools`. Calls match the "
+    "tools' schemas; those of `strict` tools are obeyed or refused.",
     "tools": "Functions that the answer may call, in OpenAI's nested form or in the flat form of the Responses API.",
     "top_k": "Sample among this many most likely tokens; -1 or 0: all.",
     "top_logprobs": "Alternatives per token; needs `logprobs`.",

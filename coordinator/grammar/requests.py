@@ -1,0 +1,76 @@
+"""What the grammar of a request depends on: its constraint, its tools and its bound on reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.core.errors import RequestError
+from coordinator.grammar.errors import UNSUPPORTED
+from coordinator.grammar.task import Answer, Task, Tool
+from coordinator.output.formats import OutputFormat
+from coordinator.requests.spec import ChatBody, Constraint, Options, ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRequest:
+    """``params``: the fields of the request by the ``subject`` of a verdict, for error messages. ``optional``: whether
+    the request can be served without a grammar, as tools that are not strict and need not be called."""
+
+    task: Task
+    params: Mapping[int | None, str]
+    optional: bool = False
+
+
+def for_completion(options: Options) -> GrammarRequest | None:
+    """Return what the grammar of a text completion depends on, None if it has no constraint."""
+    given = options.constraint
+    return None if given is None else GrammarRequest(Task(_answer(given)), {None: given.param})
+
+
+def for_chat(body: ChatBody, form: OutputFormat, thinking: bool) -> GrammarRequest | None:
+    """Return what the grammar of a chat depends on, None if its output may be anything. ``form``: how the model writes
+    reasoning and calls. ``thinking``: whether the prompt ends inside reasoning. Raises RequestError if calls must be
+    made, or reasoning bounded, in a notation that is not known."""
+    given, use, bound = body.options.constraint, body.tool_use, body.max_reasoning_tokens
+    if use is not None and form.tools is None:
+        if use.choice != "auto":
+            raise _unknown("tool_choice", "calls cannot be forced, as it is not known how this model writes them")
+        use = None
+    if bound is not None and form.reasoning is None:
+        raise _unknown("max_reasoning_tokens", "it is not known how this model marks its reasoning")
+    if given is None and use is None and bound is None:
+        return None
+    tools = () if use is None else _tools(use)
+    forced = use is not None and use.choice != "auto"
+    task = Task(
+        answer=None if given is None else _answer(given),
+        tools=tools,
+        forced=forced,
+        parallel=use is None or use.parallel,
+        tool_format=form.tools if tools else None,
+        reasoning=form.reasoning,
+        thinking=thinking,
+        max_reasoning_tokens=bound,
+    )
+    params: dict[int | None, str] = dict(enumerate(() if use is None else use.params))
+    params[None] = given.param if given is not None else "tools" if bound is None else "max_reasoning_tokens"
+    optional = given is None and bound is None and not forced and not any(tool.strict for tool in tools)
+    return GrammarRequest(task, params, optional)
+
+
+def _answer(given: Constraint) -> Answer:
+    return Answer(given.kind, given.value, given.strict, given.whitespace, given.closed)
+
+
+def _tools(use: ToolUse) -> tuple[Tool, ...]:
+    tools: list[Tool] = []
+    for index, each in enumerate(use.tools):
+        function = each["function"]
+        assert isinstance(function, dict)
+        tools.append(Tool(str(function["name"]), function.get("parameters"), index, function.get("strict") is True))
+    return tuple(tools)
+
+
+def _unknown(param: str, why: str) -> RequestError:
+    return RequestError(f"{param!r} is not supported: {why}.", param=param, code=UNSUPPORTED)
