@@ -268,13 +268,13 @@ class ServedModel:
 
     async def grammar(self, wanted: GrammarRequest | None) -> str:
         """Return the grammar that the output of a request must match, "" for none. Raises RequestError if it cannot be
-        obeyed, or if too many grammars wait to be compiled."""
+        obeyed or compiled and is not optional, or if too many grammars wait to be compiled."""
         if wanted is None:
             return ""
         try:
             return await self._grammars.compile(wanted.task, wanted.params)
         except RequestError as error:
-            if wanted.optional and error.status == 400:
+            if wanted.optional and error.status != 429:
                 return ""
             raise
 

@@ -30,7 +30,13 @@ class Output:
         if task.tools and task.tool_format is not None:
             form = task.tool_format
             self._calls = Calls(grammar, vocabulary, form, task.tools, parallel=task.parallel, simple=simple)
-        self._space = f"{grammar.rule('GAP', GAP)}?"
+        self._gap = ""
+
+    @property
+    def _space(self) -> str:
+        """Expression for white space that may be left out."""
+        self._gap = self._gap or self._grammar.rule("GAP", GAP)
+        return f"{self._gap}?"
 
     def start(self) -> str:
         """Return the expression that the whole output must match. Raises GrammarError."""

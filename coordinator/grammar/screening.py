@@ -22,10 +22,10 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
+from common.grammar.limits import parser_limits
 from common.platform.parent import die_with
 from coordinator.grammar.checks import screen
 from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED
-from coordinator.grammar.limits import LIMITS
 from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
 from coordinator.grammar.vocabulary import ModelVocabulary
 
@@ -67,7 +67,7 @@ class Screening:
         """Load the tokenizer. If llguidance cannot read it, report that and raise ConnectionError."""
         file = Path(setup.directory) / "tokenizer.json"
         try:
-            return LLTokenizer(str(file), n_vocab=setup.vocab_size, eos_token=list(setup.end_ids))
+            return LLTokenizer(str(file), n_vocab=setup.vocab_size, eos_token=list(setup.end_ids) or None)
         except Exception as error:
             text = "is not supported for this model: its tokenizer cannot be constrained"
             self._connection.sendall(frame(Done(0, Verdict(error=f"{text} ({str(error)[:200]}).", code=UNSUPPORTED))))
@@ -104,7 +104,7 @@ class Screening:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a crash prints would fill the log
             self._confine()
             task = msgspec.msgpack.decode(job.task, type=Task)
-            verdict = screen(task, self._tokenizer, self._vocabulary, LIMITS)
+            verdict = screen(task, self._tokenizer, self._vocabulary, parser_limits())
             with open(writing, "wb") as pipe:
                 pipe.write(msgspec.msgpack.encode(verdict))
         except BaseException:  # out of memory, or a panic in llguidance, which is no Exception

@@ -11,8 +11,8 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 import common.builtin
+from common.grammar.limits import parser_limits
 from coordinator.grammar.checks import screen
-from coordinator.grammar.limits import LIMITS
 from coordinator.grammar.task import Answer, Task, Verdict
 from coordinator.grammar.vocabulary import ModelVocabulary
 
@@ -28,7 +28,7 @@ class Model:
     vocabulary: ModelVocabulary
 
     def verdict(self, task: Task) -> Verdict:
-        return screen(task, self.tokenizer, self.vocabulary, LIMITS)
+        return screen(task, self.tokenizer, self.vocabulary, parser_limits())
 
     def grammar(self, task: Task) -> str:
         """Return the grammar of ``task``, which must be possible."""
@@ -78,7 +78,7 @@ class Model:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(model: Model, grammar: str) -> LLMatcher:
-    made = LLMatcher(model.tokenizer, grammar, log_level=0, limits=LIMITS)
+    made = LLMatcher(model.tokenizer, grammar, log_level=0, limits=parser_limits())
     assert not made.is_error(), made.get_error()
     return made
 

@@ -16,6 +16,8 @@ from coordinator.api.parsed_choice import ParsedChoice
 from coordinator.api.response_encoder import Choice
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, letters, open_cluster, until, valid
 
+pytestmark = pytest.mark.processes  # tools have grammars, which a process compiles
+
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>"
