@@ -20,7 +20,7 @@ import msgspec
 from common.core.errors import RequestError
 from coordinator.grammar.child import ScreeningProcess
 from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame
-from coordinator.requests.errors import overloaded
+from coordinator.requests.errors import internal, overloaded
 
 log = logging.getLogger("tandem.grammar")
 
@@ -245,6 +245,8 @@ class GrammarCompiler:
 
 def _refusal(verdict: Verdict, params: Mapping[int | None, str]) -> RequestError:
     """Return the error for a task that cannot be obeyed."""
+    if verdict.code == "internal_error":
+        return internal()
     param = (params.get(verdict.subject) or "") + verdict.path
     param = param if len(param) <= 256 else f"{param[:253]}..."
     return RequestError(f"{param!r} {verdict.error}", param=param, code=verdict.code)

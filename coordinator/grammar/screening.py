@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -101,10 +102,17 @@ class Screening:
         try:
             die_with(parent)
             self._connection.close()
+            log = os.dup(2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a crash prints would fill the log
             self._confine()
-            task = msgspec.msgpack.decode(job.task, type=Task)
-            verdict = screen(task, self._tokenizer, self._vocabulary, parser_limits())
+            try:
+                task = msgspec.msgpack.decode(job.task, type=Task)
+                verdict = screen(task, self._tokenizer, self._vocabulary, parser_limits())
+            except Exception as error:
+                if isinstance(error, MemoryError):
+                    raise
+                os.write(log, traceback.format_exc().encode())
+                verdict = Verdict(error="cannot be compiled: the server failed on it.", code="internal_error")
             with open(writing, "wb") as pipe:
                 pipe.write(msgspec.msgpack.encode(verdict))
         except BaseException:  # out of memory, or a panic in llguidance, which is no Exception

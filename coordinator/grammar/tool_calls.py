@@ -161,7 +161,7 @@ class Calls:
         """Return the expression for what follows the name in an object, up to its closing brace."""
         key, space = lark.literal(f'"{self.form.arguments_key}"'), self.space
         behind = f"{space} {self.arguments(tool)}"
-        if self.form.short_ids:
+        if self.form.section[0] == "[TOOL_CALLS]":  # older models of Mistral write an identifier behind
             behind += f' ({space} "," {space} "\\"id\\"" {space} ":" {space} /"[a-zA-Z0-9]{{9}}"/)?'
         return f'{space} "," {space} {key} {space} ":" {behind}'
 

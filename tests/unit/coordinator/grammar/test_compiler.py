@@ -260,3 +260,9 @@ def test_a_task_is_the_same_bytes_whenever_it_is_encoded() -> None:
     assert msgspec.msgpack.encode(one) == msgspec.msgpack.encode(
         msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Task)
     )
+
+
+async def test_a_fault_of_the_server_is_no_fault_of_the_client(grammars: GrammarCompiler) -> None:
+    error = await refusal(grammars, "regex", 5)  # fails an assertion
+    assert (error.status, error.code) == (500, "internal_error")
+    assert await screened(grammars, "regex", "a")
