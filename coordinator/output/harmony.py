@@ -71,7 +71,7 @@ class HarmonyReader:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         to = recipient[1] if recipient else ""
         name = to.removeprefix("functions.")
-        function = name != to or (self._context is not None and name in self._context.tools)
+        function = bool(name) and (name != to or (self._context is not None and name in self._context.tools))
         if function and self._context is not None:
             return (yield from self._call(self._context, name))
         hidden = (to and not function) or (channel and channel[1] == "analysis")

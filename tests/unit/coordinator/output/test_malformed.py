@@ -31,6 +31,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
         [],
     ),
     ("openai", "<|channel|>commentary to=functions.f<|message|>[1]<|call|>", "[1]", []),
+    ("openai", "<|channel|>commentary to=functions. f<|message|>{}<|call|>", "", []),
     # unmarked text is a call only if it names a known tool
     ("llama3_json", '{"name": "f", "parameters": {}}', '{"name": "f", "parameters": {}}', []),
     ("llama3_json", '{"parameters": {}, "name": "now"}', '{"parameters": {}, "name": "now"}', []),
