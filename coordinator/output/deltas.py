@@ -54,6 +54,8 @@ class DeltaWriter:
 
     def arguments(self, text: str) -> None:
         """Append ``text`` to the arguments of the last call that was begun."""
+        if not text:
+            return
         index = self.calls - 1
         if not self._deltas or self._deltas[-1].index != index:
             self._deltas.append(CallDelta(index, None, None, ""))

@@ -130,3 +130,14 @@ def test_arguments_of_tagged_strings_are_streamed() -> None:
     texts = ["<function=get_weather>\n<parameter=city>\nPa", 'r"is', "\n", "x\n</param", "eter></function>"]
     shown = ["".join(call.arguments for call in parser.push(text).calls) for text in texts]
     assert shown == ['{"city": "Pa', 'r\\"is', "", "\\nx", '"}']
+
+
+def test_a_control_token_in_an_argument_adds_nothing() -> None:
+    tokens = [
+        ("<|tool_call>", True),
+        ('call:f{a:<|"|>b', False),
+        ("<|channel>", True),
+        ("<channel|>", True),
+        ("c", False),
+    ]
+    assert read(parser_of("gemma4", "gemma4"), tokens).calls == [("call_0", "f", '{"a":"bc"}')]
