@@ -297,7 +297,9 @@ class DecodeWorker(Worker):
             sequence = sample.sequence
             if sequence.computed == sequence.prompt_length and self._records[sequence.id.transfer].local:
                 self._time_prompt(sequence, now)
-            if sequence.siblings:
+            if sequence.end_unsampled() is not FinishReason.RUNNING:
+                self._end_unsampled(sequence, writer)
+            elif sequence.siblings:
                 self._start(sequence, sample.tokens, sample.logprobs, writer)
             else:
                 sequence.append(sample.tokens[0], sample.logprobs[0])
@@ -333,6 +335,16 @@ class DecodeWorker(Worker):
         if not record.running:
             self._end(sequence.id.transfer)
             self.requests.over(sequence.id.transfer)
+
+    def _end_unsampled(self, sequence: Sequence, writer: TokenSpanEncoder) -> None:
+        """End a request without output, whose prompt is computed."""
+        for each in (sequence, *map(sequence.fork, sequence.choices[1:])):
+            each.end_unsampled()
+            writer.add(each, 0)
+            self._output_history.keep(each, self.clock())
+        self.planner.finish(sequence)
+        self._end(sequence.id.transfer)
+        self.requests.over(sequence.id.transfer)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:
         record = self._records[sequence.id.transfer]

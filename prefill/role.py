@@ -30,7 +30,7 @@ from common.engine.scheduler import Sampled
 from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.device_calls import Event
 from common.kv.table import BlockTable
-from common.net.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing, Welcome
+from common.net.messages import Abort, Generate, Measure, Measured, Prefill, Resend, Timing, Welcome
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
 from common.worker.report import HandoffCounts
@@ -54,7 +54,6 @@ class _Prompt:
     ``table`` is set while its blocks are kept only for the hand-off."""
 
     sequence: Sequence
-    peer: Peer
     arrived_at: float
     started_at: float = 0.0
     first: FirstTokens | None = None
@@ -105,6 +104,8 @@ class PrefillWorker(Worker):
         match message:
             case Prefill():
                 self._prefill(message, now)
+            case Generate():
+                self._compute_only(message, now)
             case Abort(request=request, attempt=attempt):
                 self.abort(TransferId(request, attempt))
             case Resend(request=request, attempt=attempt, choice=choice, start=start):
@@ -123,7 +124,17 @@ class PrefillWorker(Worker):
             except WireError as error:
                 self.requests.fail(transfer, "transfer_failed", str(error), retriable=True)
                 return
-            self._prompts[transfer] = _Prompt(sequence, message.decode, now)
+            self._prompts[transfer] = _Prompt(sequence, now)
+            self.planner.add(sequence)
+
+    def _compute_only(self, message: Generate, now: float) -> None:
+        """Accept a prompt that nothing follows: its log-probabilities are requested, and no output."""
+        request, transfer = message.request, TransferId(message.request.id, message.attempt)
+        if request.sampling.max_tokens:
+            raise WireError(f"{request.sampling.max_tokens} output tokens, which a prefill worker does not compute")
+        sequence = Sequence(request, message.attempt)
+        if self.requests.accept(request, message.attempt, now, len(sequence.tokens)):
+            self._prompts[transfer] = _Prompt(sequence, now)
             self.planner.add(sequence)
 
     def abort(self, transfer: TransferId) -> None:
@@ -207,7 +218,7 @@ class PrefillWorker(Worker):
             )
             self.membership.send(Timing(transfer.request, transfer.attempt, figures))
             for choice in choices:
-                writer.add(choice, choice.output_length - 1)
+                writer.add(choice, max(0, choice.output_length - 1))
             ready.append((transfer, choices, prompt.first))
         self._send(writer)
         for transfer, choices, first in ready:
@@ -215,12 +226,14 @@ class PrefillWorker(Worker):
 
     @staticmethod
     def _choices(sample: Sampled) -> list[Sequence]:
-        """Return one sequence per choice, each with its first token. Their blocks are not forked: decode does that."""
+        """Return one sequence per choice, each with its first token, if the request asks for output. Their blocks are
+        not forked: decode does that."""
         sequence = sample.sequence
         sequence.siblings = 0
         choices = [sequence, *(sequence.fork(choice) for choice in range(1, len(sample.tokens)))]
         for choice, token, logprobs in zip(choices, sample.tokens, sample.logprobs, strict=True):
-            choice.append(token, logprobs)
+            if choice.end_unsampled() is FinishReason.RUNNING:
+                choice.append(token, logprobs)
         return choices
 
     def _hand_over(self, transfer: TransferId, choices: list[Sequence], first: FirstTokens, now: float) -> None:
@@ -254,7 +267,9 @@ class PrefillWorker(Worker):
         for transfer in [each for each in self._aside if self.sender.granted(each)]:
             self._aside.remove(transfer)
             aside = self._prompts[transfer].sequence
-            self.planner.add(Sequence(aside.request, aside.attempt))
+            again = Sequence(aside.request, aside.attempt)
+            again.scored = aside.scored
+            self.planner.add(again)
         if any(self.sender.granted(sequence.id.transfer) for sequence in self.planner.in_need):
             for transfer, prompt in self._prompts.items():
                 if prompt.table is not None and not self.sender.granted(transfer):

@@ -37,14 +37,16 @@ class FinishReason(IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How the next token is chosen. Names and meanings are those of OpenAI and vLLM.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``logprobs`` None is off, 0 returns that of the chosen token, k
-    also those of the k most likely. ``eos_token_ids`` end a sequence unless ``ignore_eos``; until ``min_tokens`` tokens
-    are output, neither they nor ``stop_token_ids`` can be sampled. ``seed`` is always set: the coordinator draws one if
-    the client sent none. ``grammar`` is a grammar of llguidance (Lark text or its JSON form), which the whole output
-    from its first token on must match; empty is no constraint.
+    ``max_tokens`` 0 samples nothing: the request ends when its prompt is computed. ``temperature`` 0 is greedy.
+    ``top_k`` 0 is off. ``logprobs`` None is off, 0 returns that of the chosen token, k also those of the k most likely.
+    ``eos_token_ids`` end a sequence unless ``ignore_eos``; until ``min_tokens`` tokens are output, neither they nor
+    ``stop_token_ids`` can be sampled. ``seed`` is always set: the coordinator draws one if the client sent none.
+    ``prompt_logprobs`` is as ``logprobs``, for all tokens of the prompt but the first. ``grammar`` is a grammar of
+    llguidance (Lark text or its JSON form), which the whole output from its first token on must match; empty is no
+    constraint.
     """
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
     seed: int
     temperature: float = 1.0
     top_k: int = 0
@@ -60,6 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     ignore_eos: bool = False
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -86,9 +89,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     ``prompt`` is token ids as little-endian uint32. ``emitted`` holds, per choice, the output ids that the client
     already has, packed alike: a retry or migration computes their KV again as if they were prompt and samples only
-    after them, while penalties count them as output. ``ended`` lists choices that are complete. A lower ``priority``
-    runs earlier. ``deadline_ms`` is the time left when the message was sent. Raises ValueError if the fields
-    contradict each other; decoding the message around it then fails.
+    after them, while penalties count them as output. ``ended`` lists choices that are complete. The coordinator has
+    the log-probabilities of the first ``scored`` prompt tokens that have any, from earlier attempts. A lower
+    ``priority`` runs earlier. ``deadline_ms`` is the time left when the message was sent. Raises ValueError if the
+    fields contradict each other; decoding the message around it then fails.
     """
 
     id: Id
@@ -100,6 +104,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     priority: int = 0
     deadline_ms: int = 600_000
     ended: tuple[int, ...] = ()
+    scored: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
 
     def __post_init__(self) -> None:
         if not self.prompt or any(len(tokens) % 4 for tokens in (self.prompt, *self.emitted)):
@@ -109,11 +114,18 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         ended = set(self.ended)
         if ended and not (self.emitted and ended < set(range(self.n))):
             raise ValueError("ended choices must exist and have output, and must not be all choices")
+        if self.scored > self.to_score:
+            raise ValueError(f"{self.scored} log-probabilities of a prompt that has {self.to_score}")
 
     @property
     def prompt_length(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt) // 4
+
+    @property
+    def to_score(self) -> int:
+        """Prompt tokens whose log-probabilities are requested: all but the first, or none."""
+        return self.prompt_length - 1 if self.sampling.prompt_logprobs is not None else 0
 
     def prompt_tokens(self) -> list[int]:
         """Return the token ids of the prompt."""

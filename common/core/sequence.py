@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from common.core.ids import BlockId, SequenceId
+from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason, Request
 
 
@@ -38,7 +39,9 @@ class Sequence:
         "prompt_length",
         "request",
         "run",
+        "scored",
         "siblings",
+        "to_score",
         "tokens",
     )
 
@@ -54,6 +57,10 @@ class Sequence:
         self.matcher: object | None = None
         """State of the request's grammar on this worker (:mod:`common.grammar`), made again from the output on
         demand."""
+        self.to_score = request.to_score if choice == 0 else 0
+        """Rows of the prompt, from the first on, that give the log-probability of the token behind them."""
+        self.scored = min(request.scored, self.to_score)
+        """How many of these have been computed, here or in an earlier attempt."""
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
@@ -76,6 +83,12 @@ class Sequence:
         """Whether only the newest tokens are missing, so that the next step samples: one token, or the run of those
         that a grammar has forced."""
         return self.missing <= self.run
+
+    @property
+    def reusable(self) -> int:
+        """Number of leading tokens whose KV may come from the prefix cache: all but the last, which must be computed to
+        sample; while log-probabilities of the prompt are missing, the rows that have given theirs."""
+        return self.scored if self.scored < self.to_score else len(self.tokens) - 1
 
     @property
     def output(self) -> list[int]:
@@ -118,6 +131,12 @@ class Sequence:
         self.run = run + 1
         return finish
 
+    def end_unsampled(self) -> FinishReason:
+        """Set and return ``finish`` if the request asks for no output: the prompt is computed, which ends it."""
+        if self.request.sampling.max_tokens == 0:
+            self.finish = FinishReason.LENGTH
+        return self.finish
+
     def fork(self, choice: int) -> Sequence:
         """Return a sequence of another choice over the same computed prompt. Call it before the first token is
         appended."""
@@ -147,6 +166,13 @@ class Segment:
     def wants_token(self) -> bool:
         """Whether the segment ends at the sequence's last token, so that the next one is sampled."""
         return self.end == len(self.sequence.tokens)
+
+    @property
+    def rows_to_score(self) -> range:
+        """Positions of the rows in this segment whose logits give a requested log-probability of the next prompt token
+        that has not been computed yet."""
+        sequence = self.sequence
+        return range(max(self.start, sequence.scored), min(self.end, sequence.to_score))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +237,10 @@ class StepResult:
 
     ``tokens[i]`` are the ids sampled for segment i, one per entry of its sequence's ``choices``; empty unless the
     segment ``wants_token``. ``logprobs[i]`` matches ``tokens[i]`` if the request asked for logprobs, else is empty.
-    ``errors`` maps the index of a segment whose own computation failed to the reason; the others are valid.
-    ``refusals`` are those of segments whose grammar fails them. ``late`` are segments whose token mask was not ready:
-    their last token is computed again in a later step, which then samples.
+    ``prompts`` maps the index of a segment to the log-probabilities that its ``rows_to_score`` give. ``errors`` maps
+    the index of a segment whose own computation failed to the reason; the others are valid. ``refusals`` are those of
+    segments whose grammar fails them. ``late`` are segments whose token mask was not ready: their last token is
+    computed again in a later step, which then samples.
     """
 
     tokens: list[list[int]]
@@ -222,3 +249,4 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)
     refusals: dict[int, Refusal] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
+    prompts: dict[int, PromptSpan] = field(default_factory=dict)

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 
 from common.attention.interface import Span
-from common.core.sequence import Batch
+from common.core.sequence import Batch, Segment
 from common.engine.sampler import SampleRow
 from common.grammar.masks import SequenceGrammar
+
+
+class Scores(NamedTuple):
+    """``rows`` of a step's ``scored`` rows belong to segment ``index``. The first of them is at ``position`` of its
+    sequence."""
+
+    index: int
+    position: int
+    rows: int
+
+
+ColumnName = Literal["ids", "positions", "blocks", "offsets", "kept", "scored", "targets"]
+
+
+def _empty() -> array[int]:
+    return array("q")
 
 
 @dataclass(slots=True)
@@ -21,7 +37,8 @@ class FlatStep:
 
     ``ids`` [T]: token ids. ``positions`` [T]: counted within each sequence. ``blocks`` and ``offsets`` [T]: the slot of
     each row in the pool. ``spans``: one per segment. ``sampled``: indices of the segments that want a token. ``kept``:
-    the last row of each of these, or row 0 if there are none.
+    the last row of each of these, or row 0 if there are none. ``scored``: the rows whose logits give log-probabilities
+    of prompt tokens, and ``targets`` these tokens, both [S]; ``scores`` tells to which segments they belong.
     """
 
     ids: array[int]
@@ -31,9 +48,13 @@ class FlatStep:
     kept: array[int]
     spans: list[Span]
     sampled: list[int]
+    scored: array[int] = field(default_factory=_empty)
+    targets: array[int] = field(default_factory=_empty)
+    scores: list[Scores] = field(default_factory=list)
 
-    def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
-        """Return a column as an int64 tensor [T] (``kept``: [n]) over the same memory."""
+    def tensor(self, column: ColumnName) -> torch.Tensor:
+        """Return a column as an int64 tensor [T] (``kept``: [n], ``scored`` and ``targets``: [S]) over the same
+        memory."""
         return torch.frombuffer(getattr(self, column), dtype=torch.int64)
 
 
@@ -41,15 +62,18 @@ class FlatStep:
 class DeviceStep(FlatStep):
     """A step whose columns were ``uploaded`` to a device."""
 
-    uploaded: Mapping[str, torch.Tensor]
+    uploaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, step: FlatStep, uploaded: Mapping[str, torch.Tensor]) -> DeviceStep:
         """Return ``step`` with ``uploaded``: each column by name, int64 [T] (``kept``: [n]) on the device."""
-        return cls(step.ids, step.positions, step.blocks, step.offsets, step.kept, step.spans, step.sampled, uploaded)
+        return cls(
+            step.ids, step.positions, step.blocks, step.offsets, step.kept, step.spans, step.sampled, step.scored,
+            step.targets, step.scores, uploaded,
+        )  # fmt: skip
 
-    def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
-        """Return a column as an int64 tensor [T] (``kept``: [n]) on the device."""
+    def tensor(self, column: ColumnName) -> torch.Tensor:
+        """Return a column as an int64 tensor on the device, of the same length."""
         return self.uploaded[column]
 
 
@@ -62,9 +86,12 @@ def flatten(batch: Batch, block_size: int) -> FlatStep:
     ids, positions, blocks, offsets, kept = (array("q") for _ in range(5))
     spans: list[Span] = []
     sampled: list[int] = []
+    scoring: list[tuple[int, int, Segment]] = []
     for index, (segment, table) in enumerate(zip(batch.segments, batch.tables, strict=True)):
         tokens, start, length = segment.sequence.tokens, segment.start, segment.length
         end = start + length
+        if segment.sequence.to_score > start:
+            scoring.append((index, len(ids) - start, segment))
         spans.append(Span(len(ids), length, start, table))
         if length == 1:
             ids.append(tokens[start])
@@ -81,7 +108,18 @@ def flatten(batch: Batch, block_size: int) -> FlatStep:
             kept.append(len(ids) - 1)
     if not sampled:
         kept.append(0)
-    return FlatStep(ids, positions, blocks, offsets, kept, spans, sampled)
+    step = FlatStep(ids, positions, blocks, offsets, kept, spans, sampled)
+    for index, offset, segment in scoring:
+        _add_scores(step, index, offset, segment)
+    return step
+
+
+def _add_scores(step: FlatStep, index: int, offset: int, segment: Segment) -> None:
+    """Add the rows of segment ``index`` that give log-probabilities. ``offset``: the row of position p is p plus it."""
+    if positions := segment.rows_to_score:
+        step.scored.extend(range(positions.start + offset, positions.stop + offset))
+        step.targets.extend(segment.sequence.tokens[positions.start + 1 : positions.stop + 1])
+        step.scores.append(Scores(index, positions.start, len(positions)))
 
 
 def rows_to_sample(

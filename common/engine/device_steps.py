@@ -81,4 +81,6 @@ class DeviceSteps:
 def uploaded(step: FlatStep, staging: UploadStaging, more: Mapping[str, Column] | None = None) -> DeviceStep:
     """Return ``step`` with its columns on the device of ``staging``, and ``more`` columns beside them."""
     columns = {name: getattr(step, name) for name in ("ids", "positions", "blocks", "offsets", "kept")}
+    if step.scored:
+        columns |= {"scored": step.scored, "targets": step.targets}  # only rank 0 has targets
     return DeviceStep.of(step, staging.upload(columns | dict(more or {})))

@@ -133,10 +133,10 @@ class LeadingEngine(ModelEngine):
         ranks = GraphRanks(self._leader.collective, channel.settle, channel.share_replay)
         return replace(super()._capture, ranks=ranks)
 
-    def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
+    def _logits(self, step: FlatStep, most: int = 0) -> Any:
         self._leader.channel.share_step(pack(step))
         try:
-            return super()._logits(step)
+            return super()._logits(step, most)
         except Exception as error:  # other ranks wait in the middle of the step
             faults.raise_if_lost(error)
             raise StartError(

@@ -25,6 +25,7 @@ from common.engine.graph_calls import CudaCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.packed_step import unpack, unpack_replay
 from common.engine.prepared import FEWER_WEIGHTS, fuse_for_gpu, move
+from common.engine.prompt_scores import forward_in_slices
 from common.engine.rank_graphs import GraphRanks
 from common.engine.rank_messages import (
     BeginMeasuring,
@@ -189,6 +190,10 @@ class _Follower:
         if self._staging is not None:
             step = uploaded(step, self._staging)
         self._attention.begin(step)
+        if step.scored:
+            for _ in forward_in_slices(self._model, step)[1]:
+                pass  # rank 0 alone needs the logits
+            return
         forward(self._model, step.tensor("ids")[None], step.tensor("positions")[None], step.tensor("kept"))
 
     def _open(self, new: NewPool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
 from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.launched import StepLauncher
+from common.engine.prompt_scores import forward_and_score, most_wanted, read
 from common.engine.sampler import NOTHING_LEFT, peaks, sample
 from common.grammar import errors as grammar_errors
 from common.grammar.masks import Grammars, StepMasks, begin_masks
@@ -40,6 +41,15 @@ from common.model.probe import Probe, forward, require_equal
 WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
 """Most rows and most sequences of a warm-up step: enough to get the kernels compiled. A step of hundreds of rows would
 take seconds on a CPU with a model of billions of parameters."""
+
+
+class _Output(NamedTuple):
+    """The output of a forward pass: ``logits`` [rows, vocab], valid until the next step, their :func:`peaks` if these
+    are known already, and the ``scores`` of scored rows, as :func:`common.engine.prompt_scores.score`."""
+
+    logits: torch.Tensor
+    peaks: list[int] | None = None
+    scores: torch.Tensor | None = None
 
 
 class PagedAttention:
@@ -161,7 +171,8 @@ class ModelEngine:
 
     def run_once(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """Compute ``batch`` as :meth:`step`, but raise what the computation raises."""
-        if self.decoder is not None:  # no tensor of it tracks gradients, and entering inference mode takes 40 us
+        scores = any(segment.sequence.to_score > segment.start for segment in batch.segments)
+        if self.decoder is not None and not scores:  # none of its tensors tracks gradients; inference mode costs 40 us
             return self._compute(batch, on_layer)
         with torch.inference_mode():
             return self._compute(batch, on_layer)
@@ -176,7 +187,9 @@ class ModelEngine:
         if self._device_steps is not None:
             self._compute_on_device(self._device_steps, batch, step, masks, result)
             return result
-        logits, best = self._logits(step)
+        logits, best, scores = self._logits(step, most_wanted(batch, step, self.vocab_size))
+        if scores is not None:
+            _put_scores(result, batch, step, scores)
         if step.sampled:
             self._sample(batch, step.sampled, logits, best or peaks(logits), masks, result)
         return result
@@ -187,7 +200,9 @@ class ModelEngine:
         self._attention.stored = 0  # before the upload, which may raise
         plan = steps.plan([batch.segments[index].sequence for index in step.sampled])
         uploaded = steps.upload(step, plan)
-        logits, _ = self._logits(uploaded)
+        logits, _, scores = self._logits(uploaded, most_wanted(batch, step, self.vocab_size))
+        if scores is not None:
+            _put_scores(result, batch, step, scores)
         if not step.sampled:
             steps.wait()
             return
@@ -200,14 +215,17 @@ class ModelEngine:
         if masks is not None:
             masks.settle(result)
 
-    def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
-        """Return the logits of the sampled rows, [len(sampled), vocab] (of row 0 if there are none), valid until the
-        next step, and their :func:`peaks` if these are known already."""
+    def _logits(self, step: FlatStep, most: int = 0) -> _Output:
+        """Return the logits of the sampled rows (of row 0 if there are none) and the scores of the scored ones, with
+        ``most`` most likely tokens each."""
         plan = self._attention.begin(step)
+        if step.scored:  # even if there is a decoder, which keeps no hidden states
+            logits, scores = forward_and_score(self.model, step, most)
+            return _Output(logits, None, scores)
         if self.decoder is None:
             ids, positions = step.tensor("ids")[None], step.tensor("positions")[None]
-            return forward(self.model, ids, positions, step.tensor("kept")), None
-        return self.decoder(step, plan, self._attention.announce if self._attention.on_layer else None)
+            return _Output(forward(self.model, ids, positions, step.tensor("kept")))
+        return _Output(*self.decoder(step, plan, self._attention.announce if self._attention.on_layer else None))
 
     def _sample(
         self,
@@ -263,6 +281,7 @@ class ModelEngine:
             result.errors |= {first + index: why for index, why in found.errors.items()}
             result.refusals |= {first + index: why for index, why in found.refusals.items()}
             result.late |= {first + index for index in found.late}
+            result.prompts |= {first + index: span for index, span in found.prompts.items()}
         return result
 
     def _run_part(self, part: Batch) -> StepResult:
@@ -280,7 +299,7 @@ class ModelEngine:
         if self._device_steps is not None:
             step = self._device_steps.upload(step)
         self._attention.on_layer = None
-        return self._logits(step)[0][: len(step.sampled)].clone()
+        return self._logits(step).logits[: len(step.sampled)].clone()
 
     def close(self) -> None:
         """Release the pool's memory; the engine cannot be used afterwards."""
@@ -363,6 +382,12 @@ class ModelEngine:
         wanted = expected.logits[[end - 1 for end in ends]]
         require_equal(checkpoint, torch.stack(rows), wanted, "through paged blocks", tolerance)
         self.store.clear([*tables[0], *tables[1]])
+
+
+def _put_scores(result: StepResult, batch: Batch, step: FlatStep, scores: torch.Tensor) -> None:
+    """Store the log-probabilities of prompts in ``result``."""
+    result.prompts, faulty = read(batch, step, scores)
+    result.errors |= dict.fromkeys(faulty, NOT_FINITE)
 
 
 def _put(result: StepResult, index: int, entries: Sequence[Entry]) -> None:

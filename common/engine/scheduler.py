@@ -253,6 +253,8 @@ class Planner:
             if index in result.errors or index in result.refusals:
                 continue
             sequence.computed = segment.end - (index in result.late)
+            if (span := result.prompts.get(index)) is not None:
+                sequence.scored = span.end - 1
             self.cache.publish(entry.table, sequence.tokens, sequence.computed)
             if result.tokens[index]:
                 tokens, logprobs = result.tokens[index], result.logprobs[index]
@@ -322,7 +324,7 @@ class Planner:
         sequence; return whether it did."""
         sequence = entry.sequence
         holder, salt = sequence_holder(sequence.id), sequence.request.cache_salt
-        table = self.cache.open(holder, sequence.tokens, salt, entry.chain)
+        table = self.cache.open(holder, sequence.tokens, salt, entry.chain, most=sequence.reusable)
         if table.lacking(len(sequence.tokens)) + len(self._running) > self.cache.pool.available:
             self.cache.close(table)
             self._short = True

@@ -55,9 +55,10 @@ class KvCache:
         cache_salt: str,
         chain: list[ChainKey] | None = None,
         computed_in: KvDtype | None = None,
+        most: int | None = None,
     ) -> BlockTable:
         """Open a table that shares the longest cached prefix of ``tokens`` but never their last token, which must be
-        computed to sample.
+        computed to sample. ``most``: share at most so many leading tokens.
 
         ``chain`` holds prefix keys of these tokens from an earlier try and gets the missing ones appended.
         ``computed_in`` is the element type of the worker that will hand its KV over; cached KV that was computed in
@@ -70,7 +71,8 @@ class KvCache:
         if self.prefix_caching:
             known = [] if chain is None else chain
             table.chain = extend_chain(table.root, known, tokens)[:]
-            table.blocks = packed(self.prefix.match(table.chain, len(tokens) - 1))
+            most = len(tokens) - 1 if most is None else most
+            table.blocks = packed(self.prefix.match(table.chain, most))
             self.pool.share(table.blocks, holder)
             table.published = len(table.blocks)
             table.cached_tokens = table.capacity

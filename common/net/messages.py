@@ -5,9 +5,10 @@ that it does not know, so every change of fields requires a higher ``PROTOCOL``.
 :class:`AnyMessage`, Rejoin and Rejected must never move: with them a coordinator recognizes and refuses workers of
 another version.
 
-    worker ──► coordinator   Hello, Heartbeat, Gpus, Tokens, Timing, RequestFailed, Cached, Measured, LeaseAck, Goodbye
+    worker ──► coordinator   Hello, Heartbeat, Gpus, Tokens, PromptLogprobs, Timing, RequestFailed, Cached, Measured,
+                             LeaseAck, Goodbye
     coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
-                             Measure, Drain
+                             ResendPrompt, Measure, Drain
     coordinator ──► heartbeat thread   Ping
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
@@ -21,6 +22,7 @@ import msgspec
 
 from common.core.gpu import MAX_GPUS, GpuState
 from common.core.ids import MAX_INCARNATION_BYTES, REQUEST_ID_BYTES, TOKEN_ID_BYTES, Incarnation, WorkerName
+from common.core.prompt_span import WORD
 from common.core.request import MAX_LOGPROBS, Id, Request
 from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
@@ -37,6 +39,9 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 """A sentence, an address, or a name. The length of names is checked later, so that the refusal can say why."""
 MAX_SPANS = 2048
 """Most spans, and most tokens, of one Tokens message."""
+MAX_PROMPT_ENTRIES = 1 << 11
+"""Most log-probabilities of one PromptLogprobs message. The coordinator writes them as JSON in its event loop, which
+takes about a microsecond each."""
 MAX_HELD = 1 << 14
 """Most requests that one worker can report."""
 MAX_KEYS = 1 << 14
@@ -172,6 +177,26 @@ class Tokens(Message, tag="tokens"):
     logprobs: Annotated[tuple[Logprobs | None, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
 
 
+PromptColumn = Annotated[bytes, msgspec.Meta(max_length=MAX_PROMPT_ENTRIES * WORD)]
+
+
+class PromptLogprobs(Message, tag="prompt_logprobs"):
+    """Log-probabilities of the n prompt tokens from position ``start`` on, with k most likely tokens each.
+
+    The columns are those of :class:`common.core.prompt_span.PromptSpan`, little-endian: ``logprobs`` [n] float32,
+    ``ranks`` [n] uint32, ``top_ids`` [n * k] uint32, ``top`` [n * k] float32. A prompt's are all sent before its first
+    output token.
+    """
+
+    request: Id
+    attempt: Count
+    start: Count
+    logprobs: PromptColumn
+    ranks: PromptColumn
+    top_ids: PromptColumn
+    top: PromptColumn
+
+
 class Timing(Message, tag="timing"):
     """Figures that a worker measured about one request; the suffix of a name is its unit (ms, bytes, tokens).
 
@@ -237,7 +262,9 @@ class LeaseAck(Message, tag="renewed"):
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
 
 
-FromWorker = Hello | Heartbeat | Gpus | Tokens | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye
+FromWorker = (
+    Hello | Heartbeat | Gpus | Tokens | PromptLogprobs | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye
+)
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -306,7 +333,8 @@ class Reserve(Message, tag="reserve"):
 
 
 class Generate(Message, tag="generate"):
-    """Prefill and decode ``request`` on this worker: a colocated worker, or a decode worker if that is cheaper."""
+    """Prefill and decode ``request`` on this worker: a colocated worker, or a decode worker if that is cheaper. A
+    prefill worker gets it if nothing is to be decoded (``max_tokens`` 0)."""
 
     request: Request
     attempt: Count
@@ -341,6 +369,14 @@ class Resend(Message, tag="resend"):
     start: Count
 
 
+class ResendPrompt(Message, tag="resend_prompt"):
+    """Send the log-probabilities of the prompt again, from position ``start`` on."""
+
+    request: Id
+    attempt: Count
+    start: Count
+
+
 class Measure(Message, tag="measure"):
     """Measure the link to ``peer`` with a hand-off of ``tokens`` tokens. Sent to both workers, decode first.
 
@@ -362,7 +398,19 @@ class Drain(Message, tag="drain"):
 
 ToHeartbeatThread = Ping
 ToWorker = (
-    Welcome | Rejected | NameTaken | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
+    Welcome
+    | Rejected
+    | NameTaken
+    | Rejoin
+    | Prefill
+    | Reserve
+    | Generate
+    | Abort
+    | Lease
+    | Resend
+    | ResendPrompt
+    | Measure
+    | Drain
 )
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from common.net.messages import (
     NameTaken,
     Rejected,
     Rejoin,
+    ResendPrompt,
     Welcome,
 )
 from common.net.sockets import Channels
@@ -46,6 +47,7 @@ from common.worker.held_requests import HeldRequests
 from common.worker.membership import Membership
 from common.worker.overlap import Overlap
 from common.worker.prefault import PoolPrefault
+from common.worker.prompt_reports import PromptReports
 from common.worker.report import HandoffCounts, WorkerReport
 from common.worker.step_times import StepTimeEstimator
 from common.worker.steps import StepRunner
@@ -153,6 +155,7 @@ class Worker(abc.ABC):
         started_at = self.clock()
         self.open_links()
         self.membership = Membership(self.channels, settings.coordinator, self.introduce(hello))
+        self.prompt_reports = PromptReports(self.membership.send)
         self.requests = HeldRequests(self, engine, self.cache, self.membership, self.report)
         self._connection_log = ConnectionLog(
             self.membership, self.requests, settings.coordinator, supervised=settings.supervised, now=started_at
@@ -287,6 +290,8 @@ class Worker(abc.ABC):
             case Lease(live=live):
                 self.requests.renew_lease(live, now)
                 self.membership.send(LeaseAck(self.incarnation))
+            case ResendPrompt(request=request, attempt=attempt, start=start):
+                self.prompt_reports.resend(TransferId(request, attempt), start)
             case _:
                 try:
                     self.handle(message, now)
@@ -299,6 +304,7 @@ class Worker(abc.ABC):
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
+        self.prompt_reports.forget(now)
         self.requests.expire_lease(now)
         self.membership.reconnect()
         self._connection_log.check(now)

@@ -53,6 +53,6 @@ class OutputHistory:
         if kept is None:
             return False
         output = unpack_tokens(kept.tokens)
-        if len(output) > start:
+        if len(output) > start or not output:  # an end without output is all that there is
             writer.again(sequence, start, output, kept.finish, kept.stop_id, kept.logprobs)
         return True

@@ -48,6 +48,7 @@ class StepRunner:
         """Give the tokens of a finished step to their sequences, and fail the requests that failed in it."""
         worker, planner = self._worker, self._worker.planner
         samples = planner.complete(batch, result)
+        worker.prompt_reports.take(batch, result, worker.clock())
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
             if sequence.id in planner:  # a sibling's failure may have ended it already

@@ -135,16 +135,12 @@ def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> Completion
     fields = Fields(body)
     _refuse_unsupported(fields)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    limit = fields.integer("max_tokens", 1, MAX_TOKENS)
-    options = _options(fields, logprobs, 16 if limit is None else limit)
+    limit = fields.integer("max_tokens", 0, MAX_TOKENS)
+    echo = fields.boolean("echo", False)
+    options = _options(fields, logprobs, 16 if limit is None else limit, echoed=logprobs if echo else None)
     best_of = fields.integer("best_of", 1, 1 << 16)
     if best_of is not None and best_of > options.n:
         refuse("'best_of' above 'n' is not supported; ask for n choices and pick among them.", "best_of")
-    echo = fields.boolean("echo", False)
-    if echo and logprobs is not None:
-        refuse(
-            "'echo' with 'logprobs' would need log-probabilities of the prompt, which are not supported yet.", "echo"
-        )
     prompts = _prompts(fields, context_length)
     return CompletionBody(options=_with_ignored(options, fields), prompts=prompts, echo=echo)
 
@@ -201,15 +197,17 @@ def _refuse_unsupported(fields: Fields) -> None:
         value = fields.raw(name)
         if value is not None and value is not False:
             refuse(text, name, "unsupported")
-    if fields.raw("prompt_logprobs") is not None:
-        refuse("Log-probabilities of the prompt are not supported yet.", "prompt_logprobs", "unsupported")
     modalities = fields.array("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         refuse("Only the modality 'text' is supported.", "modalities", "unsupported")
 
 
-def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Options:
+def _options(fields: Fields, logprobs: int | None, max_tokens: int | None, *, echoed: int | None = None) -> Options:
+    """Parse the common fields. ``echoed``: most likely tokens per prompt token that ``echo`` shows, None for none."""
     fields.skip("user")
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    sampling = parse_sampling(fields, logprobs, max_tokens)
+    to_report = [each for each in (prompt_logprobs, echoed) if each is not None]
     stream = fields.boolean("stream", False)
     extra = fields.nested("stream_options")
     if extra is not None and not stream:
@@ -219,7 +217,7 @@ def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Op
     return Options(
         model=fields.string("model", limit=1024),
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
-        sampling=parse_sampling(fields, logprobs, max_tokens),
+        sampling=replace(sampling, prompt_logprobs=max(to_report, default=None)),
         stop=parse_stops(fields.raw("stop"), "stop"),
         include_stop=fields.boolean("include_stop_str_in_output", False),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
@@ -231,6 +229,7 @@ def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Op
         cache_salt=parse_cache_salt(fields),
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         constraint=parse_constraint(fields),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -18,12 +18,10 @@ from common.core.request import FinishReason
 from common.net.messages import Logprobs
 from coordinator.api.delta_encoder import delta_json, delta_members, encode
 from coordinator.api.event_stream import ChunkStream
+from coordinator.api.prompt_report import FLOOR, PromptReport, by_name, closed
 from coordinator.output.deltas import Delta
 from coordinator.requests.spec import Json, Options
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
-
-_FLOOR = -9999.0
-"""Lower bound of the log-probabilities sent, because JSON has no minus infinity. The value is OpenAI's."""
 
 
 @dataclass(slots=True)
@@ -41,7 +39,7 @@ class Choice:
     """The state of one choice: incremental detokenization, stop strings, and the text and token ids so far."""
 
     __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "delta", "finish_reason", "ids", "index",
-                 "logprobs", "prompt", "reasoning_tokens", "rest", "sent_chars", "text")  # fmt: skip
+                 "logprobs", "prompt", "reasoning_tokens", "report", "rest", "sent_chars", "text")  # fmt: skip
 
     def __init__(
         self, index: int, prompt: list[int], options: Options, text: TextModel, stops: StopStrings | None
@@ -63,6 +61,12 @@ class Choice:
         """Text that was held back when the output ended without another token."""
         self.reasoning_tokens: int | None = None
         """Tokens of reasoning so far, None if the output has no reasoning that can be told from its content."""
+        self.report: PromptReport | None = None
+        """Log-probabilities of the prompt, if the answer shows them."""
+
+    def show_prompt(self, report: PromptReport) -> None:
+        """Let the answer show the log-probabilities of the prompt, and its text if that is echoed."""
+        self.report, self.sent_chars = report, report.chars
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> Iterator[Piece]:
         """Yield one :class:`Piece` per token, up to the token that ends the choice. ``finish`` belongs to the last
@@ -107,10 +111,10 @@ class Choice:
             self.logprobs.setdefault(name, bytearray(b"[")).extend(encode(elements)[1:-1] + b",")
 
     def take_logprobs(self, name: str) -> msgspec.Raw:
-        """Remove and return a kept array as JSON."""
-        array = self.logprobs.pop(name, bytearray(b"[,"))
-        array[-1:] = b"]"
-        return msgspec.Raw(array)
+        """Remove and return a kept array as JSON; of a text completion that echoes its prompt, with the prompt's
+        elements before it."""
+        array = self.logprobs.pop(name, bytearray(b"["))
+        return closed(array, b"") if self.report is None else self.report.echo(name, array[1:])
 
     def _advance(self, token: int, stop_token: bool, ends: bool) -> tuple[str, bool]:
         """Return the text that may be sent after ``token``, and whether a stop string is complete."""
@@ -155,7 +159,7 @@ def chat_logprob(text: TextModel, token: int, logprobs: Logprobs) -> Json:
 
 def _entry(text: TextModel, token: int, logprob: float) -> Json:
     shown, spelled = _shown(text, token)
-    return {"token": shown, "logprob": max(logprob, _FLOOR), "bytes": list(spelled)}
+    return {"token": shown, "logprob": max(logprob, FLOOR), "bytes": list(spelled)}
 
 
 def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -> Json:
@@ -170,12 +174,11 @@ def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -
         if piece.logprobs is None:
             continue
         name = _shown(text, piece.token)[0]
-        value = max(piece.logprobs.logprob, _FLOOR)
+        value = max(piece.logprobs.logprob, FLOOR)
         tokens.append(name)
         values.append(value)
         pairs = zip(unpack_tokens(piece.logprobs.top_ids), piece.logprobs.top, strict=False)
-        top = {_shown(text, other)[0]: max(logprob, _FLOOR) for other, logprob in pairs}
-        tops.append({**top, name: value})
+        tops.append(by_name(text, [*pairs, (piece.token, value)]))
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
 
@@ -249,6 +252,9 @@ class Shape(Protocol):
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
         """Return the chunk of one token, with ``usage`` if the client requested continuous usage."""
 
+    def prompt(self, choice: Choice, usage: Usage | None) -> bytes:
+        """Return the chunk that shows the prompt of a choice without output, b"" if the shape has none."""
+
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         """Return the chunk with the finish reason of a choice."""
 
@@ -304,6 +310,8 @@ class ChatShape(ChunkStream):
         body["usage"] = usage.json()
         if self._options.return_token_ids:
             body["prompt_token_ids"] = choices[0].prompt
+        if (report := choices[0].report) is not None:
+            body["prompt_logprobs"] = report.field()
         return body
 
     def _choice(self, choice: Choice) -> Json:
@@ -335,6 +343,9 @@ class ChatShape(ChunkStream):
             if first and choice.index == 0:
                 rest = tail[1:] if tail[1:2] == b"," else b"}\n\n"
                 tail = b'],"prompt_token_ids":' + encode(choice.prompt) + rest
+        if first and choice.index == 0 and choice.report is not None:
+            rest = tail[1:] if tail[1:2] == b"," else b"}\n\n"
+            tail = b'],"prompt_logprobs":' + bytes(choice.report.field()) + rest
         parts += (b"}", tail)
         return b"".join(parts)
 
@@ -342,6 +353,9 @@ class ChatShape(ChunkStream):
         """Return the members of a chunk behind its delta."""
         content = [chat_logprob(self._text, piece.token, logprobs)]
         return b'},"logprobs":%b,"finish_reason":null' % encode({"content": content, "refusal": None})
+
+    def prompt(self, choice: Choice, usage: Usage | None) -> bytes:
+        return b""
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         delta, reason = delta_json(choice.rest), choice.finish_reason
@@ -385,27 +399,41 @@ class CompletionShape(ChunkStream):
         }
         if self._options.return_token_ids:
             shown |= {"token_ids": choice.ids, "prompt_token_ids": choice.prompt}
+        if choice.report is not None and choice.report.shows_field:
+            shown["prompt_logprobs"] = choice.report.field()
         return shown
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
-        first = len(choice.ids) == 1
+        return self._chunk(choice, [piece], usage, first=len(choice.ids) == 1)
+
+    def prompt(self, choice: Choice, usage: Usage | None) -> bytes:
+        return self._chunk(choice, [], usage, first=True)
+
+    def _chunk(self, choice: Choice, pieces: Sequence[Piece], usage: Usage | None, *, first: bool) -> bytes:
+        """Return the chunk of at most one token. The ``first`` chunk of a choice shows its prompt, too."""
+        text = "".join([piece.text for piece in pieces])
         logprobs = b"null"
-        if piece.logprobs is not None:
-            logprobs = encode(completion_logprobs(self._text, [piece], choice.sent_chars))
-        choice.sent_chars += len(piece.text)
-        text = self._echo(choice) + piece.text if first and self._echoes else piece.text
+        if self._options.sampling.logprobs is not None:
+            arrays = completion_logprobs(self._text, pieces, choice.sent_chars)
+            if first and choice.report is not None:
+                for name, elements in arrays.items():
+                    arrays[name] = choice.report.echo(name, encode(elements)[1:-1] + b"," if elements else b"")
+            logprobs = encode(arrays)
+        choice.sent_chars += len(text)
         parts = [
             self._chunks.start,
             b'{"index":%d,"text":' % choice.index,
-            encode(text),
+            encode(self._echo(choice) + text if first and self._echoes else text),
             b',"logprobs":',
             logprobs,
             b',"finish_reason":null',
         ]
         if self._options.return_token_ids:
-            parts.append(b',"token_ids":[%d]' % piece.token)
+            parts.append(b',"token_ids":%s' % encode([piece.token for piece in pieces]))
             if first:
                 parts.append(b',"prompt_token_ids":' + encode(choice.prompt))
+        if first and choice.report is not None and choice.report.shows_field:
+            parts.append(b',"prompt_logprobs":' + bytes(choice.report.field()))
         return b"".join((*parts, b"}", self._chunks.close(usage)))
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:

@@ -49,10 +49,13 @@ MOST_TEMPLATED = 12 << 20
 """Maximum characters of a rendered chat template, or one and a half times ``--max-body-bytes`` if that is more. The
 context length alone is no sufficient limit: a long context has room for hundreds of megabytes of white space."""
 MOST_LOGPROB_BYTES = 128 << 20
-"""Maximum bytes of the log-probabilities of a non-streaming answer, which stay in memory until it is sent."""
+"""Maximum bytes of the log-probabilities of a prompt and, unless the answer is a stream, of its output. They stay in
+memory until they are sent."""
 _LOGPROB_BYTES = {"messages": 110, "prompt": 50}
 """Approximate bytes in JSON of one log-probability with its token, an upper estimate for ordinary tokens. By the name
 of the prompt field: chat responses have more per entry than completions."""
+_PROMPT_LOGPROB_BYTES = 85
+"""The same for an entry of ``prompt_logprobs``."""
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
@@ -291,18 +294,20 @@ class ServedModel:
         ``grammar``: what its output must match, "" for no constraint.
 
         Without ``max_tokens`` the output is limited to what fits the context, and to ``most_output`` tokens per choice.
-        Raises RequestError if prompt and output do not fit the context, a token id is outside the vocabulary, or a
-        non-streaming answer could have more than MOST_LOGPROB_BYTES of log-probabilities."""
+        Raises RequestError if prompt and output do not fit the context, a token id is outside the vocabulary, or the
+        answer could have more than MOST_LOGPROB_BYTES of log-probabilities."""
         asked = options.sampling
+        of_prompt = self._check_prompt_logprobs(options, prompt_tokens, prompt_field, choices)
         if asked.logprobs is None or options.stream:
             max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
         else:
             per_token = _LOGPROB_BYTES[prompt_field] * (asked.logprobs + 1) * choices
-            most = MOST_LOGPROB_BYTES // per_token
+            most = (MOST_LOGPROB_BYTES - of_prompt) // per_token
             most_output = most if most_output is None else min(most, most_output)
             max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
             if max_tokens > most:
-                text = f"The answer may have {max_tokens * per_token:,} bytes of log-probabilities, at most"
+                size = of_prompt + max_tokens * per_token
+                text = f"The answer may have {size:,} bytes of log-probabilities, at most"
                 text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Request fewer, or a stream ('stream': true)."
                 refuse(text, "top_logprobs" if prompt_field == "messages" else "logprobs")
         self._check_ids(asked)
@@ -326,14 +331,31 @@ class ServedModel:
             ignore_eos=asked.ignore_eos,
             logprobs=asked.logprobs,
             grammar=grammar,
+            prompt_logprobs=asked.prompt_logprobs,
         )
+
+    def _check_prompt_logprobs(self, options: Options, prompt_tokens: int, prompt_field: str, choices: int) -> int:
+        """Return the approximate bytes of the log-probabilities of a prompt in the answer, where each of ``choices``
+        choices repeats them. Raises RequestError if they are more than MOST_LOGPROB_BYTES."""
+        asked = options.sampling
+        if asked.prompt_logprobs is None:
+            return 0
+        shown = asked.logprobs is not None and prompt_field == "prompt"
+        echoed = _LOGPROB_BYTES[prompt_field] * ((asked.logprobs or 0) + 1) if shown else 0
+        field = options.prompt_logprobs
+        size = prompt_tokens * choices * (echoed + (0 if field is None else _PROMPT_LOGPROB_BYTES * (field + 1)))
+        if size > MOST_LOGPROB_BYTES:
+            text = f"The answer would have {size:,} bytes of log-probabilities of the prompt, at most"
+            text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Request fewer, or send fewer prompts at once."
+            refuse(text, "logprobs" if field is None else "prompt_logprobs")
+        return size
 
     def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str, most_output: int | None) -> int:
         limit = self.context_length
         room = limit - prompt_tokens
         fitting = room if most_output is None else min(room, max(1, most_output))
         wanted = fitting if asked.max_tokens is None else asked.max_tokens
-        if 1 <= wanted <= room:
+        if wanted == asked.max_tokens == 0 <= room or 1 <= wanted <= room:
             return wanted
         head = f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}"
         if room < 1:

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from common.core.ids import Incarnation
-from common.net.messages import Measured, RequestFailed, Timing, Tokens
+from common.net.messages import Measured, PromptLogprobs, RequestFailed, Timing, Tokens
 from coordinator.cluster.registry import WorkerHandle
 
 
@@ -41,6 +41,9 @@ class GatewayEvents(Protocol):
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
         """Deliver the tokens of one step. Raises WireError if the columns of the message do not fit together."""
+
+    def prompt_logprobs(self, worker: WorkerHandle, message: PromptLogprobs) -> None:
+        """Deliver log-probabilities of a prompt. Raises WireError if the message contradicts itself or its request."""
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None:
         """Deliver figures of one request; the suffix of each name is its unit."""

@@ -29,6 +29,7 @@ from common.net.messages import (
     LeaseAck,
     Measured,
     Message,
+    PromptLogprobs,
     Rejected,
     Rejoin,
     RequestFailed,
@@ -305,13 +306,24 @@ class Gateway:
     def _deliver(
         self,
         worker: WorkerHandle,
-        message: Tokens | Heartbeat | Gpus | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye,
+        message: Tokens
+        | PromptLogprobs
+        | Heartbeat
+        | Gpus
+        | Timing
+        | RequestFailed
+        | Cached
+        | Measured
+        | LeaseAck
+        | Goodbye,
         now_s: float,
         events: GatewayEvents,
     ) -> None:
         match message:
             case Tokens():
                 events.tokens(worker, message)
+            case PromptLogprobs():
+                events.prompt_logprobs(worker, message)
             case Heartbeat():
                 self.registry.beat(worker, message, now_s)
                 self._outbox.answered(worker, message.asked)

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from common.core.errors import RequestError
+from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
 from coordinator.api.response_encoder import Choice, Shape, Usage
@@ -90,6 +91,12 @@ class Reply:
         self._feed(mine, ids, logprobs, finish)
         self.start()
         return finish is FinishReason.RUNNING and mine.stopped
+
+    def prompt_logprobs(self, record: RequestRecord, span: PromptSpan) -> None:
+        """Process log-probabilities of the prompt of ``record``."""
+        report = self.choice(self._first[record.id]).report
+        if report is not None and self.error is None:
+            report.add(span)
 
     def start(self) -> None:
         """Let the response begin. Idempotent."""
@@ -183,6 +190,8 @@ class StreamReply(Reply):
             self._completion_tokens += 1
             chunks.append(self.shape.chunk(choice, piece, self.usage() if continuous else None))
         if choice.finish_reason is not None:
+            if not choice.ids:
+                chunks.append(self.shape.prompt(choice, self.usage() if continuous else None))
             self._running -= 1
             if self._running == 0:  # the last finish chunk carries the metrics: written when all records are done
                 self._last = choice.index

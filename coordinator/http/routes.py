@@ -20,6 +20,7 @@ from common.core.request import SamplingParams
 from coordinator.api.fields import JsonBudget
 from coordinator.api.openai import parse_completion
 from coordinator.api.parsed_choice import OutputReading, ParsedChoice
+from coordinator.api.prompt_report import PromptReport
 from coordinator.api.response_encoder import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.api.service import ServedModel
 from coordinator.grammar.requests import GrammarRequest, for_completion
@@ -104,7 +105,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     echoes = await _echoes(model, body, prompts) if body.echo else []
     del body  # release its memory: the answer may take long
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
-    return await _answer(request, arrived_at, prompts, "prompt", options, shape, grammar)
+    return await _answer(request, arrived_at, prompts, "prompt", options, shape, grammar, echoes=echoes)
 
 
 async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
@@ -134,18 +135,30 @@ async def _answer(
     shape: Shape,
     grammar: str,
     reading: OutputReading | None = None,
+    echoes: Sequence[str] = (),
 ) -> web.StreamResponse:
     """Submit one record per prompt, all together, and return the response, whole or as a stream. ``grammar``: what each
-    choice must match, "" for no constraint. ``reading``: how outputs are parsed, None if they are only text."""
+    choice must match, "" for no constraint. ``reading``: how outputs are parsed, None if they are only text.
+    ``echoes``: as for :class:`coordinator.api.response_encoder.CompletionShape`."""
     services = request.app[SERVICES]
     model = services.model
     stops = StopStrings(options.stop, options.include_stop) if options.stop else None
 
+    reports: list[PromptReport] = []
+    if options.sampling.prompt_logprobs is not None:
+        texts: Sequence[str | None] = echoes[:: options.n] or [None] * len(prompts)
+        pairs = zip(prompts, texts, strict=True)
+        reports = [PromptReport(prompt, options, model.text, text) for prompt, text in pairs]
+
     def choice(index: int) -> Choice:
         prompt = prompts[index // options.n]
         if reading is None:
-            return Choice(index, prompt, options, model.text, stops)
-        return ParsedChoice(index, prompt, options, model.text, stops, reading)
+            made = Choice(index, prompt, options, model.text, stops)
+        else:
+            made = ParsedChoice(index, prompt, options, model.text, stops, reading)
+        if reports:
+            made.show_prompt(reports[index // options.n])
+        return made
 
     reply = (StreamReply if options.stream else WholeReply)(options, shape, len(prompts) * options.n, choice)
     records = []
@@ -153,7 +166,9 @@ async def _answer(
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
         sampling = model.sampling(options, len(prompt), prompt_field, most_output, len(prompts) * options.n, grammar)
         packed = pack_tokens(prompt)
-        chains = await model.prefix_chains(packed, options.cache_salt)
+        # a prompt whose log-probabilities are requested is computed whole, whatever is cached
+        scored = sampling.prompt_logprobs is not None
+        chains = {} if scored else await model.prefix_chains(packed, options.cache_salt)
         records.append(_record(services, arrived_at, packed, sampling, chains, options, reply))
     reply.expect(records)
     with services.answers:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from common.core.errors import RequestError
 from common.core.ids import Incarnation
-from common.net.messages import Measured, RequestFailed, Timing, Tokens
+from common.net.messages import Measured, PromptLogprobs, RequestFailed, Timing, Tokens
 from coordinator.cluster.events import Loss
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.link_trials import LinkTrials
@@ -195,6 +195,9 @@ class Dispatcher:
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
         self._stream.tokens(worker, message)
+
+    def prompt_logprobs(self, worker: WorkerHandle, message: PromptLogprobs) -> None:
+        self._stream.prompt_logprobs(worker, message)
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None:
         self._stream.timing(worker, message)

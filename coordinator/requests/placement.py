@@ -158,6 +158,7 @@ class Placer:
             priority=record.priority,
             deadline_ms=max(1, int((record.deadline_at - now) * 1000)),
             ended=tuple(choice for choice, finish in enumerate(record.progress.finish) if finish),
+            scored=record.progress.scored,
         )
 
 

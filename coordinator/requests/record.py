@@ -12,6 +12,7 @@ from typing import Protocol
 
 from common.core.errors import RequestError
 from common.core.ids import Incarnation, RequestId
+from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Logprobs
 from coordinator.requests.state import RequestState
@@ -38,6 +39,9 @@ class Client(Protocol):
         finish: FinishReason,
     ) -> bool:
         """Take new tokens of a choice; return True if they complete a stop string, which ends the choice."""
+
+    def prompt_logprobs(self, record: RequestRecord, span: PromptSpan) -> None:
+        """Take log-probabilities of the prompt of ``record``. Spans come in order; the last comes before any token."""
 
     def done(self, record: RequestRecord) -> None:
         """Called once when all choices of ``record`` have ended; all of its tokens have been delivered."""
@@ -88,6 +92,9 @@ class RequestRecord:
     ``shortages`` has changed since, the answers may be outdated."""
     excluded_pairs: frozenset[Pair] = frozenset()
     excluded_workers: frozenset[Incarnation] = frozenset()
+    held_back: bool = False
+    """Output has arrived before all log-probabilities of the prompt, and was dropped; the workers are asked for it
+    again."""
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)
     """For each worker, how many heartbeats in a row did not list the request."""
     heard_at: float = 0.0
@@ -114,7 +121,8 @@ class RequestRecord:
     path: Path = "disagg"
 
     def __post_init__(self) -> None:
-        self.progress = RequestState(self.n)
+        to_score = 0 if self.sampling.prompt_logprobs is None else self.prompt_length - 1
+        self.progress = RequestState(self.n, to_score)
         self.last_token_at = [0.0] * self.n
 
     @property

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 
 from common.core.ids import REQUEST_ID_BYTES, Incarnation
-from common.net.messages import Resend
+from common.net.messages import Resend, ResendPrompt
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests.assignments import Assignments
@@ -92,6 +92,10 @@ class SilenceWatch:
         request, and its last message was lost. A worker keeps such output for a while. The next heartbeat counts only
         once the worker has acted on this, which a worker in a long step has not."""
         progress = record.progress
+        if not progress.all_scored and not self._assignments.send(
+            record, worker, ResendPrompt(record.id, progress.attempt, progress.scored + 1)
+        ):
+            return
         for choice, finish in enumerate(progress.finish):
             if not finish and not self._assignments.send(
                 record, worker, Resend(record.id, progress.attempt, choice, len(progress.output[choice]))
@@ -115,10 +119,10 @@ class SilenceWatch:
 
     def _should_have(self, record: RequestRecord, worker: WorkerHandle) -> bool:
         """Return whether the worker must have the request: decode from the reservation to the end, prefill until the
-        first token."""
+        first token and all log-probabilities of the prompt have arrived."""
         progress = record.progress
         if worker.id == progress.prefill:
-            return progress.state is State.PREFILLING
+            return progress.state is State.PREFILLING or (progress.needs(worker.id) and not progress.all_scored)
         return worker.id == progress.decode and progress.needs(worker.id)
 
 

@@ -48,6 +48,9 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """Most likely tokens per prompt token that the workers report, for ``prompt_logprobs`` or for ``echo`` with
+    ``logprobs``; None for no log-probabilities of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class Options:
     cache_salt: str
     priority: int
     constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
+    """The field of that name: most likely tokens per prompt token in the answer's ``prompt_logprobs``."""
     ignored: tuple[str, ...] = ()
 
 

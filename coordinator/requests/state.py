@@ -82,12 +82,18 @@ class Gap:
     start: int
 
 
+class Unscored:
+    """The verdict on output that arrives before all log-probabilities of the prompt: these are missing. A message was
+    lost, or decode's output, on another connection, has overtaken those of prefill."""
+
+
 class Contradiction:
     """The verdict on a span that differs from tokens accepted before at the same positions: its worker is faulty."""
 
 
 class RequestState:
-    """State, workers, accepted tokens and retry counts of one request with ``choices`` choices.
+    """State, workers, accepted tokens and retry counts of one request with ``choices`` choices, for which the
+    log-probabilities of ``to_score`` prompt tokens are requested.
 
     ``prefill`` and ``decode`` are the incarnations that serve the current attempt; on the paths ``local`` and
     ``colocated`` there is only ``decode``.
@@ -104,13 +110,19 @@ class RequestState:
         "path",
         "prefill",
         "retries",
+        "scored",
         "state",
         "survived",
+        "to_score",
         "uncharged",
     )
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, to_score: int = 0) -> None:
         self.state = State.QUEUED
+        self.to_score = to_score
+        """Prompt tokens whose log-probabilities are requested. Output is accepted only after all of them."""
+        self.scored = 0
+        """How many of these are accepted: those of positions up to this one."""
         self.attempt = 0
         self.path: Path = "disagg"
         self.prefill: Incarnation | None = None
@@ -161,14 +173,34 @@ class RequestState:
         self.path, self.prefill, self.decode = path, prefill, decode
         self.survived = 0
 
+    @property
+    def all_scored(self) -> bool:
+        """Whether no log-probabilities of the prompt are missing."""
+        return self.scored >= self.to_score
+
+    def accept_prompt(self, attempt: int, start: int, end: int) -> int | Gap | None:
+        """Accept the log-probabilities of prompt positions ``[start, end)``. Return the first position that is new, or
+        None if none is or they are not of the current attempt."""
+        if attempt != self.attempt or self.state in TERMINAL or self.state is State.QUEUED:
+            return None
+        first = self.scored + 1
+        if start > first:
+            return Gap(first)
+        if end <= first:
+            return None
+        self.scored = end - 1
+        return first
+
     def accept(
         self, choice: int, attempt: int, start: int, ids: list[int], finish: FinishReason
-    ) -> Accepted | Gap | Contradiction | None:
+    ) -> Accepted | Gap | Contradiction | Unscored | None:
         """Accept one span of output tokens; None if it contains nothing new or is not of the current attempt."""
         if attempt != self.attempt or self.state in TERMINAL or self.state is State.QUEUED:
             return None
         if not 0 <= choice < len(self.output) or self.finish[choice]:
             return None
+        if self.scored < self.to_score:
+            return Unscored()
         output = self.output[choice]
         skip = len(output) - start
         if skip < 0:
@@ -250,7 +282,13 @@ class RequestState:
         """Return whether the current attempt is lost without ``worker``."""
         if self.over or self.state is State.QUEUED:
             return False
-        return worker == self.decode or (worker == self.prefill and self.state is not State.DECODING)
+        return worker == self.decode or (worker == self.prefill and self.computes_prompt)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether something is missing that only the prefill worker of the attempt has: the KV, or log-probabilities of
+        the prompt."""
+        return self.state is not State.DECODING or not self.all_scored
 
     @property
     def spent(self) -> bool:

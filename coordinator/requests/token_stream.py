@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from common.core.errors import WireError
 from common.core.ids import REQUEST_ID_BYTES, unpack_tokens
 from common.core.request import FinishReason
-from common.net.messages import Logprobs, Resend, Timing, Tokens
+from common.net.messages import Logprobs, PromptLogprobs, Resend, ResendPrompt, Timing, Tokens
+from common.net.prompt_columns import from_message
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.metrics import Metrics
@@ -23,7 +24,7 @@ from coordinator.requests.errors import internal
 from coordinator.requests.placement_timer import PlacementTimer
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.recovery import Recovery
-from coordinator.requests.state import Contradiction, Gap
+from coordinator.requests.state import Contradiction, Gap, Unscored
 from coordinator.routing.breakers import SingleWorker
 from coordinator.routing.router import Router
 
@@ -93,6 +94,10 @@ class TokenStream:
         if isinstance(news, Gap):
             self._ask_again(worker, record, choice, news.start, now)
             return
+        if isinstance(news, Unscored):
+            record.held_back = True
+            self._ask_for_prompt(record, now)
+            return
         self._note_progress(worker, record, len(news.ids), now)
         self._observe(record, choice, len(news.ids), now)
         try:
@@ -138,6 +143,50 @@ class TokenStream:
         if now - record.asked_at >= RESEND_EVERY_S:
             record.asked_at = now
             self._gateway.send(worker, Resend(record.id, record.progress.attempt, choice, start))
+
+    def prompt_logprobs(self, worker: WorkerHandle, message: PromptLogprobs) -> None:
+        """Deliver log-probabilities of a prompt; raises WireError if the message contradicts itself or the request."""
+        span = from_message(message)
+        record = self._records.get(message.request)
+        if record is None or worker.id not in record.progress.workers:
+            return
+        progress, now = record.progress, self._clock()
+        if span.end - 1 > progress.to_score or span.tops > (record.sampling.prompt_logprobs or 0):
+            raise WireError("log-probabilities that were not requested")
+        first = progress.accept_prompt(message.attempt, span.start, span.end)
+        if isinstance(first, Gap):
+            self._ask_for_prompt(record, now)
+            return
+        if first is None:
+            return
+        record.heard_at = now
+        record.missed_beats.pop(worker.id, None)
+        try:
+            record.client.prompt_logprobs(record, span.part(first, span.end))
+        except Exception:  # an error in one answer's text must not stop the others
+            log.exception("an answer could not be written")
+            self._active.fail(record, internal())
+            return
+        if progress.all_scored and record.held_back:
+            record.held_back = False
+            self._ask_for_output(record)
+
+    def _ask_for_prompt(self, record: RequestRecord, now: float) -> None:
+        """Ask the worker that computes the prompt for the log-probabilities that are missing."""
+        progress = record.progress
+        worker = self._gateway.registry.get(progress.workers[0])
+        if worker is not None and now - record.asked_at >= RESEND_EVERY_S:
+            record.asked_at = now
+            self._gateway.send(worker, ResendPrompt(record.id, progress.attempt, progress.scored + 1))
+
+    def _ask_for_output(self, record: RequestRecord) -> None:
+        """Ask the workers of a request for all output that is missing."""
+        progress = record.progress
+        for incarnation in progress.workers:
+            if (worker := self._gateway.registry.get(incarnation)) is not None:
+                for choice, (finish, output) in enumerate(zip(progress.finish, progress.output, strict=True)):
+                    if not finish:
+                        self._gateway.send(worker, Resend(record.id, progress.attempt, choice, len(output)))
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None:
         """Record what a worker measured about a request, and that its hand-off was accepted if decode reports."""

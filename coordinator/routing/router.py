@@ -115,7 +115,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The workers chosen for a request; ``why`` is the reason in words."""
+    """The workers chosen for a request; ``why`` is the reason in words. ``decode`` is the worker that holds it to its
+    end; on the path ``prefill`` a prefill worker."""
 
     path: Path
     prefill: WorkerHandle | None
@@ -258,7 +259,21 @@ class Router:
         ready = [worker.hello for role in _HOLDERS for worker in self.registry.ready(role)]
         return ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
 
+    def _alone(self, demand: Demand) -> Placement | Wait | None:
+        """Place a request without output on a prefill worker, from which nothing is handed off. None if there is none
+        for it."""
+        ready = self._ready("prefill", demand) if self.local_prefill != "always" else []
+        if not ready:
+            return None
+        prefill, before, cached = self._nearest(demand, ready)
+        if before / prefill.hello.max_num_batched_tokens >= HELD_STEPS and not demand.urgent:
+            return Wait(f"{before} tokens are queued for prefill")
+        queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {demand.tokens} cached there"
+        return Placement("prefill", None, prefill, f"no output, {queued}")
+
     def _pair(self, demand: Demand, decodes: list[WorkerHandle]) -> Placement | Wait | NoWorkers:
+        if not demand.output and (alone := self._alone(demand)) is not None:
+            return alone
         fitting = self._least_loaded_first(demand, decodes)
         if not fitting:
             return Wait(f"no decode worker has room for {demand.tokens} tokens and their output now")

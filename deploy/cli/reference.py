@@ -95,7 +95,7 @@ FIELD_HELP = {
     "chat_template_kwargs": "Variables for the chat template.",
     "continue_final_message": "Continue the last message, which must be the assistant's.",
     "documents": "Texts to answer from, for chat templates that know them.",
-    "echo": "Put the prompt before the output.",
+    "echo": "Put the prompt before the output; with `logprobs` also its log-probabilities.",
     "frequency_penalty": "Penalty per earlier occurrence of a token in the output.",
     "guided_choice": "Older name of `structured_outputs.choice`.",
     "guided_grammar": "Older name of `structured_outputs.grammar`.",
@@ -120,6 +120,7 @@ FIELD_HELP = {
     "parallel_tool_calls": "Whether an answer may have several tool calls. Default: true.",
     "presence_penalty": "Penalty for tokens that occur in the output.",
     "priority": "Requests with a lower value are scheduled first.",
+    "prompt_logprobs": "Return the log-probability and rank of each prompt token, and so many alternatives.",
     "prompt": "A string, token ids, or an array of either.",
     "reasoning_effort": "Passed to the chat template; `none` also turns reasoning off where the template can.",
     "repetition_penalty": "Divides the logits of tokens that occur in the prompt or the output; 1 is none.",
@@ -161,7 +162,10 @@ FIELD_HELP = {
 }
 """One line per request field. The test fails for a field without a line and for a line without a field."""
 
-_TEXT_HELP = FIELD_HELP | {"logprobs": "Return the log-probability of each output token, and so many alternatives."}
+_TEXT_HELP = FIELD_HELP | {
+    "logprobs": "Return the log-probability of each output token, and so many alternatives.",
+    "max_tokens": "Longest output in tokens; 0 only computes the prompt, for `echo` and `prompt_logprobs`.",
+}
 """The same where a field means something else in text completions."""
 
 _GETTERS = {
@@ -180,8 +184,7 @@ _GETTERS = {
 
 def http_page() -> str:
     """Endpoints, request fields, refused fields and error codes."""
-    later = dict.fromkeys(("prompt_logprobs",), "Not supported yet.")
-    refused = {**openai.UNSUPPORTED, **later}
+    refused = openai.UNSUPPORTED
     chat, text = request_fields(openai.parse_chat), request_fields(openai.parse_completion)
     both = dict(chat.items() & text.items())
     return _page(

@@ -13,12 +13,14 @@ import functools
 import itertools
 import struct
 import time
+from array import array
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import xxhash
 
 from common.core.ids import Incarnation, SequenceId, WorkerName
+from common.core.prompt_span import PromptSpan
 from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.engine.launched import StepLauncher
 from common.grammar.masks import Grammars
@@ -87,6 +89,17 @@ def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list
     return output
 
 
+def oracle_prompt(prompt: list[int], start: int, end: int, tops: int) -> PromptSpan:
+    """Return the log-probabilities of prompt positions ``[start, end)``: each depends on all tokens up to its own."""
+    span = PromptSpan(start, tops, array("f"), array("I"), array("I"), array("f"))
+    for rolled in list(itertools.accumulate(prompt[:end], _roll, initial=0))[start + 1 :]:
+        span.logprobs.append(-(rolled % 4096) / 512)
+        span.ranks.append(1 + rolled % 7)
+        span.top_ids.extend((rolled + place) % VOCABULARY for place in range(tops))
+        span.top.extend(-(rolled % 512) / 512 - place for place in range(tops))
+    return span
+
+
 class OracleEngine:
     """Implements :class:`common.worker.loop.Engine`. A step takes at least ``step_s`` seconds, plus ``token_s`` per
     token."""
@@ -136,7 +149,7 @@ class OracleEngine:
         tokens = [self._sample(segment, table) for segment, table in zip(batch.segments, batch.tables, strict=True)]
         self._rolled = {segment.sequence.id: values for segment, values in zip(batch.segments, rolled, strict=True)}
         logprobs = [self._logprobs(segment, ids) for segment, ids in zip(batch.segments, tokens, strict=True)]
-        return StepResult(tokens, logprobs, time.perf_counter() - started)
+        return StepResult(tokens, logprobs, time.perf_counter() - started, prompts=_prompts(batch))
 
     def place(self, table: Table, tokens: range, layers: range, rolled: list[int]) -> None:
         """Write the KV of positions ``tokens`` in ``layers``, given the rolling hashes of all positions so far.
@@ -203,6 +216,15 @@ class OracleEngine:
     def _logprobs(segment: Segment, ids: list[int]) -> list[TokenLogprobs]:
         wanted = segment.sequence.request.sampling.logprobs
         return [] if wanted is None else [TokenLogprobs(-float(token) / VOCABULARY) for token in ids]
+
+
+def _prompts(batch: Batch) -> dict[int, PromptSpan]:
+    spans = {}
+    for index, segment in enumerate(batch.segments):
+        if rows := segment.rows_to_score:
+            tokens, tops = segment.sequence.tokens, segment.sequence.request.sampling.prompt_logprobs or 0
+            spans[index] = oracle_prompt(tokens, rows.start + 1, rows.stop + 1, tops)
+    return spans
 
 
 def hello_of(engine: OracleEngine) -> Hello:

@@ -38,6 +38,7 @@ from common.net.messages import (
     Rejoin,
     RequestFailed,
     Resend,
+    ResendPrompt,
     Reserve,
     Role,
     Timing,
@@ -45,8 +46,10 @@ from common.net.messages import (
     ToWorker,
     Welcome,
 )
+from common.net.prompt_columns import to_messages
 from common.net.sockets import connect_dealer, identity, receive, send
 from common.worker.token_spans import TokenSpanEncoder
+from tests.fakes.oracle import oracle_prompt
 
 Script = Callable[[Request, int, int], int]
 FIRST_TEXT_TOKEN, TEXT_TOKENS = 40, 200
@@ -209,12 +212,16 @@ class FakeWorker:
                 send(control, self.hello)
             case Prefill(request=request, attempt=attempt):
                 self._begin(control, request, attempt, only_first=True)
-            case Reserve(request=request, attempt=attempt) | Generate(request=request, attempt=attempt):
+            case Reserve(request=request, attempt=attempt):
+                self._begin(control, request, attempt, only_first=False, computes=False)
+            case Generate(request=request, attempt=attempt):
                 self._begin(control, request, attempt, only_first=False)
             case Abort(request=request, attempt=attempt):
                 self._jobs.pop(TransferId(request, attempt), None)
             case Resend(request=request, attempt=attempt, choice=choice, start=start):
                 self._resend(control, TransferId(request, attempt), choice, start)
+            case ResendPrompt(request=request, attempt=attempt, start=start):
+                self._resend_prompt(control, TransferId(request, attempt), start)
             case Measure(peer=peer, tokens=tokens) if self.role == "prefill":
                 send(control, Measured(peer.incarnation, "shm", tokens * 1000, 0.001))
             case Lease():
@@ -222,7 +229,9 @@ class FakeWorker:
             case Drain():
                 send(control, Goodbye(self.hello.incarnation, "drained"))
 
-    def _begin(self, control: zmq.Socket[Any], request: Request, attempt: int, *, only_first: bool) -> None:
+    def _begin(
+        self, control: zmq.Socket[Any], request: Request, attempt: int, *, only_first: bool, computes: bool = True
+    ) -> None:
         if self.refuse is not None:
             send(control, msgspec.structs.replace(self.refuse, request=request.id, attempt=attempt))
             return
@@ -230,6 +239,17 @@ class FakeWorker:
         sequences = [Sequence(request, attempt, choice) for choice in range(request.n)]
         start = max(sequence.output_length for sequence in sequences)
         self._jobs[transfer] = Job(transfer, sequences, start, time.monotonic() + self.delay_s, only_first)
+        if computes:
+            self._say_prompt(control, self._jobs[transfer], request.scored + 1)
+
+    def _say_prompt(self, control: zmq.Socket[Any], job: Job, start: int) -> None:
+        """Send the log-probabilities of the prompt from position ``start`` on, if they are requested."""
+        request = job.sequences[0].request
+        if request.to_score >= start:
+            tops = request.sampling.prompt_logprobs or 0
+            span = oracle_prompt(request.prompt_tokens(), start, request.prompt_length, tops)
+            for message in to_messages(job.transfer, span):
+                self._say(control, message)
 
     def _step(self, control: zmq.Socket[Any], now: float) -> None:
         """Send one token for every choice of every job that is due, in one message."""
@@ -252,6 +272,9 @@ class FakeWorker:
             if sequence.finish:
                 continue
             start = sequence.output_length
+            if sequence.end_unsampled():
+                spans.add(sequence, start)
+                continue
             token, wanted = self.script(sequence.request, sequence.choice, start), sequence.request.sampling.logprobs
             sequence.append(token, None if wanted is None else _logprobs(token, wanted))
             spans.add(sequence, start)
@@ -263,6 +286,11 @@ class FakeWorker:
             spans.add(job.sequences[choice], start)
             for said in spans.messages():
                 self._say(control, said)
+
+    def _resend_prompt(self, control: zmq.Socket[Any], transfer: TransferId, start: int) -> None:
+        job = self._jobs.get(transfer) or next((job for job in self._done if job.transfer == transfer), None)
+        if job is not None:
+            self._say_prompt(control, job, start)
 
     def _timings(self) -> dict[str, float]:
         if self.role == "decode":

@@ -62,11 +62,13 @@ from common.net.messages import (
     Peer,
     Ping,
     Prefill,
+    PromptLogprobs,
     Rejected,
     Rejoin,
     Released,
     RequestFailed,
     Resend,
+    ResendPrompt,
     Reserve,
     Timing,
     ToDecode,
@@ -273,6 +275,7 @@ EXAMPLES: list[Message] = [
     Heartbeat(**_BEAT),
     Gpus((_GPU, GpuState(1, "GPU-4567", "a card without readings")), "GPU 1 is lost"),
     Tokens(_ID, (0,), (1,), (4,), (2,), (1,), (9,), pack_tokens([7, 9]), (_LOGPROBS, None)),
+    PromptLogprobs(_ID, 1, 2, bytes(8), b"\1\0\0\0" * 2, bytes(16), bytes(16)),  # type: ignore[arg-type]
     Timing(_ID, 1, {"queue_ms": 1.5, "cached_tokens": 32.0}, "shm"),  # type: ignore[arg-type]
     RequestFailed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
     Cached(b"a" * 16, b"b" * 16),
@@ -289,6 +292,7 @@ EXAMPLES: list[Message] = [
     Generate(_REQUEST, 1),
     Abort(_ID, 1),  # type: ignore[arg-type]
     Resend(_ID, 1, 0, 5),  # type: ignore[arg-type]
+    ResendPrompt(_ID, 1, 5),  # type: ignore[arg-type]
     Measure(_ID, 0, _PEER, 256),  # type: ignore[arg-type]
     Drain(30_000),
     Lease(bytes(20), 7),

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from common.core.ids import Incarnation, RequestId, WorkerName, new_incarnation, pack_tokens, unpack_tokens
+from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason, Request, SamplingParams
 from common.net.messages import (
     PROTOCOL,
@@ -24,18 +25,20 @@ from common.net.messages import (
     Message,
     Peer,
     Prefill,
+    PromptLogprobs,
     RequestFailed,
     Reserve,
     Timing,
     Tokens,
     Welcome,
 )
+from common.net.prompt_columns import from_message
 from common.net.sockets import Channels, bind_router, send
 from common.net.wire import decode
 from common.worker.loop import Worker, WorkerSettings
 from decode.role import DecodeWorker
 from prefill.role import PrefillWorker
-from tests.fakes.oracle import OracleEngine, oracle_stream
+from tests.fakes.oracle import OracleEngine, oracle_prompt, oracle_stream
 from tests.pace import scaled
 
 DEADLINE_S = 20.0
@@ -54,6 +57,7 @@ class Bench:
         self.streams: dict[tuple[bytes, int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[bytes, int, int], FinishReason] = {}
         self.failed: dict[tuple[bytes, int], RequestFailed] = {}
+        self.prompts: dict[tuple[bytes, int], list[PromptSpan]] = defaultdict(list)
         self.timings: list[Timing] = []
         self.measured: list[Measured] = []
         self.cached: list[Cached] = []
@@ -106,6 +110,9 @@ class Bench:
                 self.renewed += 1
             case Tokens():
                 self._spans(message)
+            case PromptLogprobs():
+                assert not self.streams.get((message.request, message.attempt, 0)), "after the first token"
+                self.prompts[message.request, message.attempt].append(from_message(message))
             case RequestFailed():
                 self.failed[message.request, message.attempt] = message
             case Timing():
@@ -132,6 +139,15 @@ class Bench:
 
     def send(self, worker: str, message: Message) -> None:
         assert send(self.socket, message, self.routes[worker])
+
+    def check_prompt(self, request: Request, attempt: int = 1) -> None:
+        """Check that the log-probabilities of the prompt came once each, in order, and equal the oracle's."""
+        tops, at = request.sampling.prompt_logprobs or 0, request.scored + 1
+        for span in self.prompts[request.id, attempt]:
+            assert span.start == at, "a gap, or a position twice"
+            assert span == oracle_prompt(request.prompt_tokens(), at, span.end, tops)
+            at = span.end
+        assert at == request.prompt_length
 
     def peer(self, worker: str) -> Peer:
         hello = self.hellos[worker]
@@ -210,5 +226,6 @@ _numbers = itertools.count(1)
 def make_request(prompt: int, output: int, seed: int = 0, **fields: Any) -> Request:
     number = next(_numbers)
     tokens = random.Random(seed or number).choices(range(1000), k=prompt)
-    sampling = SamplingParams(max_tokens=output, seed=seed or number, logprobs=fields.pop("logprobs", None))
+    reported = {name: fields.pop(name, None) for name in ("logprobs", "prompt_logprobs")}
+    sampling = SamplingParams(max_tokens=output, seed=seed or number, **reported)
     return Request(RequestId(number.to_bytes(16, "big")), pack_tokens(tokens), sampling, **fields)

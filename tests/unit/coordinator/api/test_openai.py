@@ -291,7 +291,10 @@ def test_parameter_error_names_bound(fields: dict[str, Any], words: str) -> None
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"guided_json": 1}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_chats_that_are_refused(fields: dict[str, Any], param: str) -> None:
@@ -314,10 +317,12 @@ def test_chats_that_are_refused(fields: dict[str, Any], param: str) -> None:
         ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ],
 )
 def test_completions_that_are_refused(fields: dict[str, Any], param: str) -> None:
