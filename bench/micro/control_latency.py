@@ -52,6 +52,7 @@ from common.net.messages import (
     Measured,
     Peer,
     Prefill,
+    PromptLogprobs,
     RequestFailed,
     Role,
     Timing,
@@ -194,6 +195,8 @@ class Cluster:
     def on_worker_left(self, worker: WorkerHandle) -> None: ...
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
+
+    def prompt_logprobs(self, worker: WorkerHandle, message: PromptLogprobs) -> None: ...
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None: ...
 

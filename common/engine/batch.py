@@ -16,10 +16,10 @@ from common.grammar.masks import SequenceGrammar
 
 
 class Scores(NamedTuple):
-    """``rows`` of a step's ``scored`` rows belong to segment ``index``. The first of them is at ``position`` of its
-    sequence."""
+    """``rows`` of a step's ``scored`` rows belong to the segment of index ``segment``. The first of them is at
+    ``position`` of its sequence."""
 
-    index: int
+    segment: int
     position: int
     rows: int
 

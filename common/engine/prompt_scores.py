@@ -92,7 +92,7 @@ def score(logits: torch.Tensor, targets: torch.Tensor, most: int) -> torch.Tenso
 
 def most_wanted(batch: Batch, step: FlatStep, vocab_size: int) -> int:
     """Return the largest number of most likely tokens that a request with scored rows asks for."""
-    wanted = (batch.segments[each.index].sequence.request.sampling.prompt_logprobs or 0 for each in step.scores)
+    wanted = (batch.segments[each.segment].sequence.request.sampling.prompt_logprobs or 0 for each in step.scores)
     return min(vocab_size, max(wanted, default=0))
 
 

@@ -16,7 +16,7 @@ from common.net.messages import MAX_PROMPT_ENTRIES, PromptLogprobs
 def to_messages(transfer: TransferId, span: PromptSpan) -> Iterator[PromptLogprobs]:
     """Yield the messages with ``span`` of the prompt of (request, attempt), in order."""
     for piece in span.pieces(MAX_PROMPT_ENTRIES):
-        columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top)
+        columns: list[array[Any]] = [piece.logprobs, piece.ranks, piece.top_ids, piece.top]
         yield PromptLogprobs(transfer.request, transfer.attempt, piece.start, *map(_packed, columns))
 
 

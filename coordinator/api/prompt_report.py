@@ -75,7 +75,7 @@ class PromptReport:
         """Return the member ``prompt_logprobs``: a list with null for the first token."""
         return closed(self._field, b"")
 
-    def echo(self, name: str, output: bytes) -> msgspec.Raw:
+    def echo(self, name: str, output: bytes | bytearray) -> msgspec.Raw:
         """Return an array of the ``logprobs`` object: the prompt's part, then ``output``, encoded elements each
         followed by a comma."""
         return closed(self._echo.get(name, b"["), output)
@@ -91,7 +91,7 @@ def by_name(text: TextModel, pairs: Iterable[tuple[int, float]]) -> dict[str, fl
     return named
 
 
-def closed(start: bytes | bytearray, rest: bytes) -> msgspec.Raw:
+def closed(start: bytes | bytearray, rest: bytes | bytearray) -> msgspec.Raw:
     """Return the JSON array of an opening bracket with elements and further elements, each followed by a comma."""
     array = bytearray(start)
     array += rest

@@ -92,10 +92,10 @@ class SilenceWatch:
         request, and its last message was lost. A worker keeps such output for a while. The next heartbeat counts only
         once the worker has acted on this, which a worker in a long step has not."""
         progress = record.progress
-        if not progress.all_scored and not self._assignments.send(
-            record, worker, ResendPrompt(record.id, progress.attempt, progress.scored + 1)
-        ):
-            return
+        if not progress.all_scored and worker.id == progress.workers[0]:  # the one that computes the prompt
+            again = ResendPrompt(record.id, progress.attempt, progress.scored + 1)
+            if not self._assignments.send(record, worker, again):
+                return
         for choice, finish in enumerate(progress.finish):
             if not finish and not self._assignments.send(
                 record, worker, Resend(record.id, progress.attempt, choice, len(progress.output[choice]))

@@ -220,7 +220,7 @@ def watched_refusals() -> Iterator[set[tuple[str, int, str]]]:
 
 def _asked(request: Any) -> dict[str, Any]:
     """Return the fields of a request, taken by their position on the wire, since their names may change."""
-    _, prompt, sampling, choices, _, salt, priority, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+    _, prompt, sampling, choices, _, salt, priority, *_ = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     most, seed, *rest = sampling
     tokens = [int.from_bytes(prompt[at : at + 4], "little") for at in range(0, len(prompt), 4)]
     return {"prompt": tokens, "max_tokens": most, "seed": seed, "sampling": rest, "of": [choices, salt, priority]}

@@ -139,7 +139,11 @@ class History:
             most = rng.choice((1, rng.randint(2, 12), rng.randint(5, 40 if system.pace < 100 else 12)))
             if self.flavour in ("lonely", "deaf"):
                 most = 40
-            sampling = SamplingParams(most, rng.randrange(1 << 32), logprobs=rng.choice((None, None, 0)))
+            seed, logprobs = rng.randrange(1 << 32), rng.choice((None, None, 0))
+            scores = seed % 4 == 0  # of these, one in three asks for no output
+            sampling = SamplingParams(
+                0 if seed % 12 == 0 else most, seed, logprobs=logprobs, prompt_logprobs=seed % 3 if scores else None
+            )
             stops = {c: rng.randint(1, most) for c in range(n) if rng.random() < 0.15}
             priority = rng.choice((-1, 0, 0, 1)) if system.ranked else 0
             client = SimulatedClient(system, number, prompt, sampling, n, stops, priority)

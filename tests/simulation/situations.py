@@ -412,7 +412,12 @@ class Sick(OneFault):
 class Careless(OneFault):
     """A single message is lost, and its connection stays."""
 
-    tags: tuple[str, ...] = ("prefill", "reserve", "open", "grant", "frame", "ack", "commit", "accept")
+    tags: tuple[str, ...] = (
+        "prefill", "reserve", "open", "grant", "frame", "ack", "commit", "accept", "prompt_logprobs"
+    )  # fmt: skip
+
+    def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
+        return super()._client(number, prompt, replace(sampling, prompt_logprobs=1))
 
     def _faults(self) -> None:
         tag = self.rng.choice(self.tags)

@@ -14,6 +14,7 @@ import msgspec
 
 from common.core.errors import RequestError
 from common.core.ids import Incarnation, RequestId, WorkerName, pack_tokens
+from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason, SamplingParams
 from common.core.sequence import Batch, Sequence, StepResult
 from common.kv.convert import Bytes
@@ -35,7 +36,7 @@ from coordinator.routing.router import HORIZON_TOKENS, Demand, NoPrefillPolicy, 
 from decode.role import DecodeWorker
 from kvtransfer.links.memory import Pools
 from prefill.role import PrefillWorker
-from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
+from tests.fakes.oracle import LAYERS, OracleEngine, oracle_prompt, oracle_stream
 from tests.simulation.clock import Event, Loop, SimulatedProcess, VirtualClock
 from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, RequestTimeline, Strike
 from tests.simulation.network import Parts, SimulatedChannels, SimulatedConnection, SimulatedNetwork
@@ -341,6 +342,8 @@ class SimulatedClient:
     open_ended: bool = False
     """Whether a shorter answer is acceptable, as without a token limit."""
     output: list[list[int]] = field(default_factory=list)
+    scored: int = 0
+    """How many log-probabilities of the prompt have arrived."""
     ends: list[str] = field(default_factory=list)
     request_record: RequestRecord | None = None
     last_at: float = 0.0
@@ -415,6 +418,7 @@ class SimulatedClient:
         complain, output, stream = self.system.complain, self.output[choice], self.streams[choice]
         if self.over:
             complain(f"request {self.number} got tokens after its end ({self.ends[0]})")
+        self._check_scored()
         output += ids
         if output != stream[: len(output)]:
             complain(f"request {self.number} choice {choice}: {output} is not the beginning of {stream}")
@@ -426,6 +430,19 @@ class SimulatedClient:
         known = sum(map(len, self.output)) - len(ids)
         self._heard(started=known > 0)
         return len(output) >= self.stop_after.get(choice, 1 << 30)
+
+    def prompt_logprobs(self, request_record: RequestRecord, span: PromptSpan) -> None:
+        complain, tops = self.system.complain, self.sampling.prompt_logprobs or 0
+        if self.over or any(self.output):
+            complain(f"request {self.number} got log-probabilities of its prompt after its end or its first token")
+        if span.start != self.scored + 1 or span != oracle_prompt(self.prompt, span.start, span.end, tops):
+            complain(f"request {self.number} has {self.scored} log-probabilities and got those of {span.start} on")
+        self.scored = span.end - 1
+        self._heard(started=False)
+
+    def _check_scored(self) -> None:
+        if self.sampling.prompt_logprobs is not None and self.scored != len(self.prompt) - 1:
+            self.system.complain(f"request {self.number} goes on after {self.scored} log-probabilities of its prompt")
 
     def _heard(self, *, started: bool) -> None:
         pause = Pause(self.last_at, self.system.clock.now, started, tuple(self.crowded_out))
@@ -442,6 +459,7 @@ class SimulatedClient:
 
     def done(self, request_record: RequestRecord) -> None:
         self._end("done")
+        self._check_scored()
         for choice, output in enumerate(self.output):
             wanted = min(len(self.streams[choice]), self.stop_after.get(choice, 1 << 30))
             if len(output) < wanted and not self.open_ended:

@@ -55,6 +55,8 @@ class Bench:
         self.hellos: dict[str, Hello] = {}
         self.routes: dict[str, bytes] = {}
         self.streams: dict[tuple[bytes, int, int], list[int]] = defaultdict(list)
+        self.begun: set[tuple[bytes, bytes, int]] = set()
+        """Which worker has sent tokens of which (request, attempt)."""
         self.finished: dict[tuple[bytes, int, int], FinishReason] = {}
         self.failed: dict[tuple[bytes, int], RequestFailed] = {}
         self.prompts: dict[tuple[bytes, int], list[PromptSpan]] = defaultdict(list)
@@ -110,8 +112,10 @@ class Bench:
                 self.renewed += 1
             case Tokens():
                 self._spans(message)
+                requests, attempts = message.requests, message.attempts
+                self.begun |= {(identity, requests[16 * i : 16 * i + 16], at) for i, at in enumerate(attempts)}
             case PromptLogprobs():
-                assert not self.streams.get((message.request, message.attempt, 0)), "after the first token"
+                assert (identity, message.request, message.attempt) not in self.begun, "after the first token"
                 self.prompts[message.request, message.attempt].append(from_message(message))
             case RequestFailed():
                 self.failed[message.request, message.attempt] = message

@@ -74,7 +74,7 @@ def test_lost_log_probabilities_are_sent_again(bench: Bench) -> None:
     bench.send("prefill-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     bench.prompts.clear()
-    bench.streams.clear()
+    bench.begun.clear()
     bench.send("prefill-0", ResendPrompt(request.id, 1, 130))
     bench.until(lambda: (spans := bench.prompts[request.id, 1]) and spans[-1].end == 300)
     spans = bench.prompts[request.id, 1]
