@@ -293,6 +293,11 @@ class _Chunks:
         return b"data: " + encode({**body, **extra}) + b"\n\n"
 
 
+def _with_member(tail: bytes, member: bytes) -> bytes:
+    """Return the end of a chunk, from the bracket that closes its choices on, with ``member`` after the choices."""
+    return b"]," + member + (tail[1:] if tail[1:2] == b"," else b"}\n\n")
+
+
 class ChatShape(ChunkStream):
     """The shape of POST /v1/chat/completions."""
 
@@ -341,11 +346,9 @@ class ChatShape(ChunkStream):
         if self._options.return_token_ids:
             parts.append(b',"token_ids":[%d]' % piece.token)
             if first and choice.index == 0:
-                rest = tail[1:] if tail[1:2] == b"," else b"}\n\n"
-                tail = b'],"prompt_token_ids":' + encode(choice.prompt) + rest
+                tail = _with_member(tail, b'"prompt_token_ids":' + encode(choice.prompt))
         if first and choice.index == 0 and choice.report is not None:
-            rest = tail[1:] if tail[1:2] == b"," else b"}\n\n"
-            tail = b'],"prompt_logprobs":' + bytes(choice.report.field()) + rest
+            tail = _with_member(tail, b'"prompt_logprobs":' + bytes(choice.report.field()))
         parts += (b"}", tail)
         return b"".join(parts)
 
