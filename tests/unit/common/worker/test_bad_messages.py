@@ -19,7 +19,7 @@ _NONSENSE: dict[str, dict[str, Any]] = {
     "no whole tokens": {"prompt": b"abc"},
     "no prompt": {"prompt": b""},
     "a strange token": {"prompt": pack_tokens([1, 1 << 31])},
-    "no output": {"sampling": [0, 1]},
+    "less than no output": {"sampling": [-1, 1]},
     "no choice": {"n": 0},
     "choices without end": {"n": 1 << 40},
     "no whole tokens of output": {"emitted": [b"", b"abc"]},
