@@ -103,14 +103,18 @@ class TokenStream:
         try:
             ended = record.client.tokens(record, choice, news.ids, logprobs[news.skip :], finish)
         except Exception:  # an error in one answer's text must not stop the others
-            log.exception("an answer could not be written")
-            self._active.fail(record, internal())
+            self._spoiled(record)
             return
         if ended and not progress.over:
             progress.end_choice(choice)
             record.cut = True
         if progress.finished and not progress.over:
             self._active.finish(record)
+
+    def _spoiled(self, record: RequestRecord) -> None:
+        """End a request whose client has raised an error; called in the handler of that error."""
+        log.exception("an answer could not be written")
+        self._active.fail(record, internal())
 
     def _note_progress(self, worker: WorkerHandle, record: RequestRecord, count: int, now: float) -> None:
         """Note that the worker has computed ``count`` new tokens: for the circuit breakers, the suspicion of a crash,
@@ -164,8 +168,7 @@ class TokenStream:
         try:
             record.client.prompt_logprobs(record, span.part(first, span.end))
         except Exception:  # an error in one answer's text must not stop the others
-            log.exception("an answer could not be written")
-            self._active.fail(record, internal())
+            self._spoiled(record)
             return
         if progress.all_scored and record.held_back:
             record.held_back = False
