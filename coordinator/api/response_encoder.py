@@ -252,9 +252,6 @@ class Shape(Protocol):
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
         """Return the chunk of one token, with ``usage`` if the client requested continuous usage."""
 
-    def prompt(self, choice: Choice, usage: Usage | None) -> bytes:
-        """Return the chunk that shows the prompt of a choice without output, b"" if the shape has none."""
-
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         """Return the chunk with the finish reason of a choice."""
 
@@ -357,9 +354,6 @@ class ChatShape(ChunkStream):
         content = [chat_logprob(self._text, piece.token, logprobs)]
         return b'},"logprobs":%b,"finish_reason":null' % encode({"content": content, "refusal": None})
 
-    def prompt(self, choice: Choice, usage: Usage | None) -> bytes:
-        return b""
-
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         delta, reason = delta_json(choice.rest), choice.finish_reason
         shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -409,9 +403,6 @@ class CompletionShape(ChunkStream):
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
         return self._chunk(choice, [piece], usage, first=len(choice.ids) == 1)
 
-    def prompt(self, choice: Choice, usage: Usage | None) -> bytes:
-        return self._chunk(choice, [], usage, first=True)
-
     def _chunk(self, choice: Choice, pieces: Sequence[Piece], usage: Usage | None, *, first: bool) -> bytes:
         """Return the chunk of at most one token. The ``first`` chunk of a choice shows its prompt, too."""
         text = "".join([piece.text for piece in pieces])
@@ -442,7 +433,8 @@ class CompletionShape(ChunkStream):
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         text, reason = choice.rest.content, choice.finish_reason
         shown: Json = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
-        return self._chunks.last([shown], usage.json() if usage else None, extra)
+        prompt = b"" if choice.ids else self._chunk(choice, [], usage, first=True)  # no token's chunk has shown it
+        return prompt + self._chunks.last([shown], usage.json() if usage else None, extra)
 
     def usage(self, usage: Usage, extra: Json) -> bytes:
         return self._chunks.last([], usage.json(), extra)

@@ -190,8 +190,6 @@ class StreamReply(Reply):
             self._completion_tokens += 1
             chunks.append(self.shape.chunk(choice, piece, self.usage() if continuous else None))
         if choice.finish_reason is not None:
-            if not choice.ids:
-                chunks.append(self.shape.prompt(choice, self.usage() if continuous else None))
             self._running -= 1
             if self._running == 0:  # the last finish chunk carries the metrics: written when all records are done
                 self._last = choice.index
