@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletionMessage
+from pydantic import BaseModel
 
 from common import builtin
 from tests.e2e.system import RunningSystem
@@ -92,6 +93,51 @@ def test_the_prompt_of_the_second_turn_continues_the_first(client: OpenAI) -> No
         extra_body={"return_token_ids": True, "max_tokens": 1},
     )
     assert second.model_extra is not None and second.model_extra["prompt_token_ids"][: len(first)] == first
+
+
+SAY: Any = {
+    "type": "function",
+    "function": {
+        "name": "say",
+        "parameters": {"type": "object", "properties": {"word": {"enum": ["hi", "bye"]}}, "required": ["word"]},
+    },
+}
+NAMED = {"type": "function", "function": {"name": "say"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names", "reason"),
+    [
+        ("required", {"get_weather", "say"}, "tool_calls"),
+        (ALLOWED, {"say"}, "tool_calls"),
+        (NAMED, {"say"}, "stop"),
+    ],
+    ids=["required", "allowed", "named"],
+)
+def test_forced_calls_end_as_at_openai(client: OpenAI, choice: Any, names: set[str], reason: str, stream: bool) -> None:
+    hello: Any = {"role": "user", "content": "Hello"}
+    message, ended = asked(client, [hello], stream=stream, tools=[WEATHER, SAY], tool_choice=choice)
+    assert ended == reason and not message.content and message.tool_calls
+    for call in message.tool_calls:
+        assert call.type == "function" and call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        assert arguments.keys() == ({"word"} if call.function.name == "say" else {"city"})
+
+
+class get_weather(BaseModel):  # noqa: N801 - the class gives the function its name
+    """Get the weather of a city"""
+
+    city: str
+
+
+def test_calls_are_parsed_by_the_client(client: OpenAI) -> None:
+    tool = pydantic_function_tool(get_weather)
+    assert tool["function"]["strict"]
+    answer = client.chat.completions.parse(model="model", messages=[QUESTION], tools=[tool], temperature=0)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == get_weather(city="Oslo")
 
 
 def test_no_tool_is_called_with_tool_choice_none(client: OpenAI) -> None:
