@@ -275,7 +275,7 @@ class ServedModel:
         if wanted is None:
             return ""
         try:
-            return await self._grammars.compile(wanted.task, wanted.params)
+            return await self._grammars.compile(wanted.encoded, wanted.params)
         except RequestError as error:
             if wanted.optional and error.status != 429:
                 return ""

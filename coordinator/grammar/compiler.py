@@ -7,7 +7,6 @@ a minute. The child (:mod:`coordinator.grammar.screening`) is started by the fir
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import OrderedDict, deque
@@ -19,7 +18,7 @@ import msgspec
 
 from common.core.errors import RequestError
 from coordinator.grammar.child import ScreeningProcess
-from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame
+from coordinator.grammar.task import Done, EncodedTask, Job, Setup, Verdict, frame
 from coordinator.requests.errors import internal, overloaded
 
 log = logging.getLogger("tandem.grammar")
@@ -34,8 +33,6 @@ MAX_WAITING = 64
 """Grammars that may wait for a slot; more are refused with 429."""
 GRACE_S = 3.0
 """Seconds beyond SECONDS after which a screening process that has not answered is taken to hang."""
-MAX_TASK = 2 << 20
-"""Maximum bytes of a task. A grammar has at most 256 KiB; descriptions in its schemas are not counted there."""
 CACHE_BYTES, CACHE_ENTRIES = 32 << 20, 1024
 ERROR_S = 60.0
 """Seconds for which an error is kept."""
@@ -57,8 +54,7 @@ class _Pending:
     """A task that is being screened or waits for it. ``tries``: processes that died with it."""
 
     number: int
-    digest: bytes
-    encoded: bytes
+    task: EncodedTask
     verdict: asyncio.Future[Verdict]
     waiters: int = 0
     tries: int = 0
@@ -123,26 +119,21 @@ class GrammarCompiler:
             self._child = None
         self._fail_all()
 
-    async def compile(self, task: Task, params: Mapping[int | None, str]) -> str:
+    async def compile(self, task: EncodedTask, params: Mapping[int | None, str]) -> str:
         """Return the grammar of ``task``. Raises RequestError 400 if it cannot be obeyed, 429 if too many wait, 503 if
         the process cannot be started. ``params``: for error messages, the fields of the request by the ``subject`` of
         :class:`~coordinator.grammar.task.Verdict`."""
-        encoded = msgspec.msgpack.encode(task)
-        if len(encoded) > MAX_TASK:
-            text = f"{params[None]!r} and the tools have {len(encoded):,} bytes; at most {MAX_TASK:,} are allowed."
-            raise RequestError(text, param=params[None], code="grammar_too_complex")
-        digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        verdict = self._impossible or self._cache.get(digest)
+        verdict = self._impossible or self._cache.get(task.digest)
         if verdict is None:
-            verdict = await self._screened(digest, encoded)
+            verdict = await self._screened(task)
         if verdict.error:
             raise _refusal(verdict, params)
         return verdict.grammar
 
-    async def _screened(self, digest: bytes, encoded: bytes) -> Verdict:
-        pending = self._pending.get(digest)
+    async def _screened(self, task: EncodedTask) -> Verdict:
+        pending = self._pending.get(task.digest)
         if pending is None:
-            pending = self._queued(digest, encoded)
+            pending = self._queued(task)
         pending.waiters += 1
         self._pump()
         try:
@@ -153,7 +144,7 @@ class GrammarCompiler:
                 self._waiting.remove(pending)
                 self._settle(pending, None)
 
-    def _queued(self, digest: bytes, encoded: bytes) -> _Pending:
+    def _queued(self, task: EncodedTask) -> _Pending:
         """Put a new task into the queue."""
         if self._closed:
             raise unavailable()
@@ -161,8 +152,8 @@ class GrammarCompiler:
             waits = SECONDS * len(self._waiting) / SLOTS
             raise overloaded(f"{len(self._waiting)} grammars are waiting to be compiled", waits)
         self._numbers += 1
-        pending = _Pending(self._numbers, digest, encoded, asyncio.get_running_loop().create_future())
-        self._pending[digest] = pending
+        pending = _Pending(self._numbers, task, asyncio.get_running_loop().create_future())
+        self._pending[task.digest] = pending
         self._waiting.append(pending)
         return pending
 
@@ -182,7 +173,7 @@ class GrammarCompiler:
         while self._child.ready and self._waiting and len(self._running) < SLOTS:
             pending = self._waiting.popleft()
             self._running[pending.number] = pending
-            self._child.send(frame(Job(pending.number, msgspec.Raw(pending.encoded))))
+            self._child.send(frame(Job(pending.number, msgspec.Raw(pending.task.data))))
             loop = asyncio.get_running_loop()
             pending.timer = loop.call_later(SECONDS + GRACE_S, self._child.hang, "it does not answer")
 
@@ -232,10 +223,10 @@ class GrammarCompiler:
         """Give ``verdict`` to the requests that wait for it; None: there is none, because there is no process."""
         if pending.timer is not None:
             pending.timer.cancel()
-        if self._pending.pop(pending.digest, None) is None:
+        if self._pending.pop(pending.task.digest, None) is None:
             return  # it is settled
         if verdict is not None:
-            self._cache.put(pending.digest, verdict)
+            self._cache.put(pending.task.digest, verdict)
             pending.verdict.set_result(verdict)
         elif pending.waiters:
             pending.verdict.set_exception(unavailable())

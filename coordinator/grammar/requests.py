@@ -7,31 +7,42 @@ from dataclasses import dataclass
 
 from common.core.errors import RequestError
 from coordinator.grammar.errors import UNSUPPORTED
-from coordinator.grammar.task import Answer, Task, Tool
+from coordinator.grammar.task import MAX_TASK, Answer, EncodedTask, Task, Tool, encode
 from coordinator.output.formats import OutputFormat
 from coordinator.requests.spec import ChatBody, Constraint, Options, ToolUse
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarRequest:
-    """``params``: the fields of the request by the ``subject`` of a verdict, for error messages. ``optional``: whether
-    the request can be served without a grammar, as tools that are not strict and need not be called."""
+    """``encoded``: ``task`` as it is compiled. ``params``: the fields of the request by the ``subject`` of a verdict,
+    for error messages. ``optional``: whether the request can be served without a grammar, as tools that are not strict
+    and need not be called."""
 
     task: Task
+    encoded: EncodedTask
     params: Mapping[int | None, str]
     optional: bool = False
 
 
+def _wanted(task: Task, params: Mapping[int | None, str], optional: bool = False) -> GrammarRequest:
+    encoded = encode(task)
+    if (size := len(encoded.data)) > MAX_TASK:
+        text = f"{params[None]!r} and the tools have {size:,} bytes; at most {MAX_TASK:,} are allowed."
+        raise RequestError(text, param=params[None], code="grammar_too_complex")
+    return GrammarRequest(task, encoded, params, optional)
+
+
 def for_completion(options: Options) -> GrammarRequest | None:
-    """Return what the grammar of a text completion depends on, None if it has no constraint."""
+    """Return what the grammar of a text completion depends on, None if it has no constraint. Raises RequestError if
+    that is too large."""
     given = options.constraint
-    return None if given is None else GrammarRequest(Task(_answer(given)), {None: given.param})
+    return None if given is None else _wanted(Task(_answer(given)), {None: given.param})
 
 
 def for_chat(body: ChatBody, form: OutputFormat, thinking: bool) -> GrammarRequest | None:
     """Return what the grammar of a chat depends on, None if its output may be anything. ``form``: how the model writes
     reasoning and calls. ``thinking``: whether the prompt ends inside reasoning. Raises RequestError if calls must be
-    made, or reasoning bounded, in a notation that is not known."""
+    made, or reasoning bounded, in a notation that is not known, or if schemas are too large."""
     given, use, bound = body.options.constraint, body.tool_use, body.max_reasoning_tokens
     if use is not None and form.tools is None:
         if use.choice != "auto":
@@ -56,7 +67,7 @@ def for_chat(body: ChatBody, form: OutputFormat, thinking: bool) -> GrammarReque
     params: dict[int | None, str] = dict(enumerate(() if use is None else use.params))
     params[None] = given.param if given is not None else "tools" if bound is None else "max_reasoning_tokens"
     optional = given is None and bound is None and not forced and not any(tool.strict for tool in tools)
-    return GrammarRequest(task, params, optional)
+    return _wanted(task, params, optional)
 
 
 def _answer(given: Constraint) -> Answer:

@@ -4,17 +4,17 @@ Each is msgpack behind its length as 4 bytes, little-endian, in a socket between
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import hashlib
+from typing import Any, NamedTuple
 
 import msgspec
 
 from coordinator.output.formats import ReasoningFormat, ToolFormat
 from coordinator.requests.spec import ConstraintKind
 
-T = TypeVar("T")
-
 LENGTH_BYTES = 4
-MAX_MESSAGE = 16 << 20
+MAX_TASK = 2 << 20
+"""Maximum bytes of a task. A grammar has at most 256 KiB, but descriptions in its schemas are not counted there."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +51,19 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     reasoning: ReasoningFormat | None = None
     thinking: bool = False
     max_reasoning_tokens: int | None = None
+
+
+class EncodedTask(NamedTuple):
+    """A task as it is sent, and the digest by which verdicts are kept."""
+
+    data: bytes
+    digest: bytes
+
+
+def encode(task: Task) -> EncodedTask:
+    """Encode ``task``. Takes milliseconds if it has a large schema."""
+    data = msgspec.msgpack.encode(task)
+    return EncodedTask(data, hashlib.blake2b(data, digest_size=16).digest())
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):

@@ -89,16 +89,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = services.model
     context_length = model.context_length
 
-    def read(fields: Json, _: JsonBudget) -> CompletionBody:
+    def read(fields: Json, _: JsonBudget) -> tuple[CompletionBody, GrammarRequest | None]:
         body = parse_completion(fields, context_length)
         model.check_name(body.options.model)
         model.check_prompts(body.prompts)
         model.check_repeats(body, body.prompts)
-        return body
+        return body, for_completion(body.options)
 
-    body = await read_body(request, read)
+    body, wanted = await read_body(request, read)
     options = body.options
-    grammar = await model.grammar(for_completion(options))
+    grammar = await model.grammar(wanted)
+    del wanted
     prompts = await model.text_prompts(body.prompts)
     if options.return_token_ids:
         model.check_repeats(replace(body, echo=False), prompts)

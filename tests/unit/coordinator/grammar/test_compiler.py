@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ import pytest
 from common.core.errors import RequestError
 from coordinator.grammar import child, compiler
 from coordinator.grammar.compiler import ERROR_S, GrammarCompiler, VerdictCache
-from coordinator.grammar.task import Answer, Task, Verdict
+from coordinator.grammar.task import Answer, Task, Verdict, encode
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
 from tests.tiny_tokenizers import KINDS
@@ -35,7 +36,7 @@ async def grammars() -> AsyncIterator[GrammarCompiler]:
 
 
 async def screened(grammars: GrammarCompiler, kind: Any, value: Any = None) -> str:
-    return await grammars.compile(Task(Answer(kind, value)), {None: "field"})
+    return await grammars.compile(encode(Task(Answer(kind, value))), {None: "field"})
 
 
 async def refusal(grammars: GrammarCompiler, kind: Any, value: Any = None) -> RequestError:
@@ -257,9 +258,35 @@ def test_the_cache_is_bounded_and_errors_expire(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_task_is_the_same_bytes_whenever_it_is_encoded() -> None:
     one = Task(Answer("json_schema", {"b": 1, "a": [None, 2.5]}))
-    assert msgspec.msgpack.encode(one) == msgspec.msgpack.encode(
-        msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Task)
-    )
+    again = msgspec.msgpack.decode(encode(one).data, type=Task)
+    assert again == one and encode(again) == encode(one)
+
+
+SCRIPT = """
+import asyncio, pathlib, sys
+from coordinator.grammar.compiler import GrammarCompiler
+from coordinator.grammar.task import Answer, Task, encode
+
+async def main() -> None:
+    grammars = GrammarCompiler(pathlib.Path(sys.argv[1]), 2048, (7, 1))
+    await grammars.compile(encode(Task(Answer("json"))), {None: "field"})
+    hostile = asyncio.ensure_future(grammars.compile(encode(Task(Answer("regex", "(a{1000}){1000}"))), {None: "field"}))
+    print(grammars.pid, flush=True)
+    await hostile
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_coordinator_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, str(DIRECTORY)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as output:
+        screening = psutil.Process(int(output.readline()))
+        family = [screening, *screening.children()]
+        parent.kill()
+        parent.wait()
+        assert not psutil.wait_procs(family, scaled(2))[1]
 
 
 async def test_a_fault_of_the_server_is_no_fault_of_the_client(grammars: GrammarCompiler) -> None:

@@ -11,7 +11,7 @@ from common.core.errors import RequestError
 from coordinator.api.fields import parse_json
 from coordinator.api.openai import parse_chat, parse_completion
 from coordinator.grammar.requests import GrammarRequest, for_chat, for_completion
-from coordinator.grammar.task import Answer, Task, Tool
+from coordinator.grammar.task import MAX_TASK, Answer, Task, Tool, encode
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 
 FORM = OutputFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
@@ -40,7 +40,8 @@ def test_plain_requests_have_no_grammar() -> None:
 
 def test_a_completion_has_its_constraint_alone() -> None:
     wanted = for_completion(parse_completion({"prompt": "a", "guided_regex": "b"}).options)
-    assert wanted == GrammarRequest(Task(Answer("regex", "b")), {None: "guided_regex"})
+    assert wanted is not None and wanted.encoded == encode(wanted.task)
+    assert (wanted.task, wanted.params) == (Task(Answer("regex", "b")), {None: "guided_regex"})
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,9 @@ def test_what_needs_an_unknown_notation_is_unsupported(fields: dict[str, Any], p
     with pytest.raises(RequestError) as caught:
         chat(OutputFormat(), **fields)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, "unsupported")
+
+
+def test_schemas_that_are_too_large_are_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**TOOLS, guided_json={"description": "x" * MAX_TASK})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "guided_json", "grammar_too_complex")
