@@ -102,14 +102,20 @@ _RESERVED_KWARGS = (
 
 
 def _template_kwargs(fields: Fields) -> Json:
-    kwargs = dict(fields.mapping("chat_template_kwargs") or {})
+    return template_variables(fields.mapping("chat_template_kwargs"), fields.string("reasoning_effort", limit=64))
+
+
+def template_variables(given: Json | None, effort: str | None) -> Json:
+    """Return the variables for the chat template: those in the field ``chat_template_kwargs``, and those for the
+    reasoning effort unless they are given. Raises RequestError for a reserved name."""
+    kwargs = dict(given or {})
     for name in kwargs:
         if name in _RESERVED_KWARGS or name.startswith("_"):
             refuse(
                 f"'chat_template_kwargs' must not set {name[:64]!r}: this name is reserved.",
                 f"chat_template_kwargs.{name[:64]}",
             )
-    if (effort := fields.string("reasoning_effort", limit=64)) is not None:
+    if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
         if effort == "none":  # templates that only know whether to reason, under either name
             kwargs.setdefault("enable_thinking", False)

@@ -131,24 +131,28 @@ class ServedModel:
 
     def parse_chat(self, fields: Json, budget: JsonBudget) -> ChatBody:
         """Parse the JSON object of a chat request. Raises RequestError, also for the name of another model."""
-        templates = self.text.templates
-        as_text = templates is not None and templates.arguments_as_text
-        body = parse_chat(fields, budget, self.check_chars, arguments_as_text=as_text)
+        body = parse_chat(fields, budget, self.check_chars, arguments_as_text=self.arguments_as_text)
         self.check_name(body.options.model)
         return body
 
-    def chat_text(self, body: ChatBody) -> ChatText:
-        """Render the chat template. Raises RequestError if the messages cannot fit the context, before rendering if
-        they are too long themselves, else as soon as the rendered text is too long."""
-        self.check_chars(_size([body.messages, body.tools, body.documents, body.template_kwargs]), "messages")
+    @property
+    def arguments_as_text(self) -> bool:
+        """Whether the chat template wants the arguments of earlier calls as text, not as objects."""
+        return self.text.templates is not None and self.text.templates.arguments_as_text
+
+    def chat_text(self, body: ChatBody, field: str = "messages") -> ChatText:
+        """Render the chat template. ``field``: the name of the field with the messages. Raises RequestError if they
+        cannot fit the context, before rendering if they are too long themselves, else as soon as the rendered text is
+        too long."""
+        self.check_chars(_size([body.messages, body.tools, body.documents, body.template_kwargs]), field)
         most = min(self._most_chars, self._most_templated)
         try:
             chat = self.text.chat_text(body, most)
         except TooMuchText:
             head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
-            text = f"{head}, but 'messages' has more after the chat template is applied. Shorten it."
-            raise _too_long(text, "messages") from None
-        self.check_chars(chat.chars, "messages")
+            text = f"{head}, but {field!r} has more after the chat template is applied. Shorten it."
+            raise _too_long(text, field) from None
+        self.check_chars(chat.chars, field)
         return chat
 
     def reading(self, body: ChatBody, chat: ChatText) -> OutputReading | None:
@@ -160,9 +164,9 @@ class ServedModel:
             return None
         return OutputReading(form, tools, chat.thinking, body.include_reasoning)
 
-    async def chat_prompt(self, chat: ChatText) -> list[int]:
-        """Return the token ids of a rendered chat."""
-        return await self._tokens(self.text.chat_slices(chat), len(chat.text), self.context_length, "messages")
+    async def chat_prompt(self, chat: ChatText, field: str = "messages") -> list[int]:
+        """Return the token ids of a rendered chat. ``field``: as for :meth:`chat_text`."""
+        return await self._tokens(self.text.chat_slices(chat), len(chat.text), self.context_length, field)
 
     async def text_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the token ids of completion prompts. Prompts given as ids are only checked against the vocabulary."""
@@ -360,7 +364,8 @@ class ServedModel:
         head = f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}"
         if room < 1:
             raise _too_long(f"{head}. Shorten the prompt.", prompt_field)
-        raise _too_long(f"{head} and {wanted} output tokens are requested. At most {room} fit.", "max_tokens")
+        param = "max_output_tokens" if prompt_field == "input" else "max_tokens"
+        raise _too_long(f"{head} and {wanted} output tokens are requested. At most {room} fit.", param)
 
     def check_chars(self, chars: int, param: str) -> None:
         """Raise RequestError if no text of ``chars`` characters can fit the context."""

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
+from coordinator.http.anthropic import routes as anthropic
 from coordinator.http.context import SERVICES, Services, read_timeout
 from coordinator.http.cors import Cors
 from coordinator.http.middleware import error_response, guard
 from coordinator.http.pages import routes as pages
 from coordinator.http.repeats import RateLimitedLog
+from coordinator.http.responses import routes as responses
 from coordinator.http.routes import routes as generating
 from coordinator.http.server import (
     MAX_HEADER_BYTES,
@@ -53,8 +55,8 @@ def make_app(services: Services) -> web.Application:
     app.on_response_prepare.append(cors.add_headers)
     app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
     app[SERVICES] = services
-    app.router.add_routes(generating)
-    app.router.add_routes(pages)
+    for table in (generating, responses, anthropic, pages):
+        app.router.add_routes(table)
     return app
 
 

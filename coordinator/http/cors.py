@@ -15,12 +15,12 @@ PREFLIGHT_AGE_S = 600
 METHODS = "GET, POST, OPTIONS"
 EXPOSED = ", ".join(
     (
-        "x-request-id", "retry-after", "retry-after-ms", "www-authenticate",
+        "x-request-id", "request-id", "retry-after", "retry-after-ms", "www-authenticate",
         "x-tandem-path", "x-tandem-prefill", "x-tandem-decode", "x-tandem-ignored",
     )
 )  # fmt: skip
 """Response headers that a page may read."""
-HEADERS = "Authorization, Content-Type, x-api-key, x-request-id"
+HEADERS = "Authorization, Content-Type, anthropic-beta, anthropic-version, x-api-key, x-request-id"
 """Request headers allowed to a preflight that names none."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _MAX_HEADER_NAMES = 2048

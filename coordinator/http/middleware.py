@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError
 from common.net.hosts import is_loopback
+from coordinator.api.anthropic_encoder import anthropic_error
 from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import error_body
 from coordinator.http.cors import Cors
@@ -31,9 +32,12 @@ from coordinator.requests.spec import Json
 log = logging.getLogger("tandem.http")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+ANTHROPIC_REQUEST_ID = "request-id"
+"""Header in which Anthropic's clients look for the request's id."""
 WRITTEN = web.RequestKey("written", asyncio.Future)
 """For streams: done when the last event has been written. A client that disconnects afterwards is not logged."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_MESSAGES = "/v1/messages"
 _OPEN_PATHS = ("/health", "/ready")
 REMEMBERED_HOSTS = 256
 _RANDOM = secrets.SystemRandom()
@@ -50,17 +54,27 @@ def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | No
     return web.Response(body=encode(body), status=status, headers=headers, content_type="application/json")
 
 
-def error_response(error: RequestError) -> web.Response:
-    """Return ``error`` as a response with the headers for its status."""
+def error_response(error: RequestError, request: web.Request | None = None) -> web.Response:
+    """Return ``error`` as a response with the headers for its status. It has Anthropic's form if ``request`` is one of
+    the Messages API, else OpenAI's."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers |= _retry_headers(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    response = json_response(error_body(error), status=error.status, headers=headers)
+    if request is not None and is_anthropic(request):
+        body = anthropic_error(error, request[REQUEST_ID])
+    else:
+        body = error_body(error)
+    response = json_response(body, status=error.status, headers=headers)
     if error.code in _CLOSING or error.status == 408:
         response.force_close()
     return response
+
+
+def is_anthropic(request: web.Request) -> bool:
+    """Return whether ``request`` is one of Anthropic's Messages API."""
+    return request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
 
 
 def _retry_headers(seconds: float) -> dict[str, str]:
@@ -85,9 +99,9 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
                 _check_body(request)
                 response = await handler(request)
         except RequestError as error:
-            response = error_response(error)
+            response = error_response(error, request)
         except web.HTTPException as error:
-            response = error_response(_from_aiohttp(request, error))
+            response = error_response(_from_aiohttp(request, error), request)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = error.headers["Allow"]
         except asyncio.CancelledError:
@@ -99,9 +113,11 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
             raise
         except Exception:
             log.exception("%s %s failed", request.method, route(request))
-            response = error_response(internal())
+            response = error_response(internal(), request)
         if not response.prepared:
             response.headers["x-request-id"] = request[REQUEST_ID]
+            if is_anthropic(request):
+                response.headers[ANTHROPIC_REQUEST_ID] = request[REQUEST_ID]
             if EXPECTATION in request:
                 response.force_close()  # no 100 Continue was sent: the next bytes may be the body or another request
         return response

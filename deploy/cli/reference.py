@@ -10,6 +10,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
@@ -17,11 +18,24 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import CollectorRegistry
 
 from common.config.options import GROUPS, Option, options
-from coordinator.api import chat_messages, openai, structured, tools
+from coordinator.api import (
+    anthropic,
+    anthropic_content,
+    chat_messages,
+    openai,
+    responses,
+    responses_items,
+    single_answer,
+    structured,
+    tools,
+)
 from coordinator.cluster.registry import Registry
+from coordinator.http import anthropic as messages_routes
 from coordinator.http import pages, routes
+from coordinator.http import responses as responses_routes
 from coordinator.metrics import Metrics
 from deploy.cli.commands import COMMANDS, CONFIG_HELP, CONFIGS
+from deploy.cli.other_apis import MESSAGES_HELP, RESPONSES_HELP
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -171,6 +185,7 @@ _TEXT_HELP = FIELD_HELP | {
 _GETTERS = {
     "boolean": "boolean",
     "string": "string",
+    "choice": "string",
     "integer": "integer",
     "number": "number",
     "mapping": "object",
@@ -199,13 +214,18 @@ def http_page() -> str:
         _field_table({name: kind for name, kind in chat.items() if name not in both}),
         "## Fields of text completions only",
         _field_table({name: kind for name, kind in text.items() if name not in both}, _TEXT_HELP),
-        "## Refused fields",
+        "## Fields of the Responses API",
+        *_other_fields(responses_fields(), RESPONSES_HELP, responses.UNSUPPORTED),
+        "## Fields of the Messages API",
+        *_other_fields(messages_fields(), MESSAGES_HELP, anthropic.UNSUPPORTED),
+        "## Refused fields of chat and text completions",
         _table(("field", "answer"), ((f"`{name}`", answer) for name, answer in sorted(refused.items()))),
         "## Response headers",
         _table(("header", "value"), RESPONSE_HEADERS),
         "## Errors",
-        'An error has OpenAI\'s form: `{"error": {"message", "type", "param", "code"}}`. In a stream that has begun it '
-        "is the last event. Answers with 429 and 503 carry `Retry-After`.",
+        'An error has OpenAI\'s form: `{"error": {"message", "type", "param", "code"}}`. On the paths of the Messages '
+        'API it has Anthropic\'s: `{"type": "error", "error": {"type", "message"}, "request_id"}`. In a stream that '
+        "has begun it is the last event. Answers with 429 and 503 carry `Retry-After`.",
         _table(
             ("status", "code", "cause"),
             ((str(status), f"`{code}`", _error_help(status, code)) for status, code in error_codes()),
@@ -267,7 +287,7 @@ RESPONSE_HEADERS = (
 def endpoints() -> list[tuple[str, str]]:
     """Each route of the application with the first sentence of its handler's docstring."""
     found = []
-    for route in (*routes.routes, *pages.routes):
+    for route in (*routes.routes, *responses_routes.routes, *messages_routes.routes, *pages.routes):
         assert isinstance(route, web.RouteDef)
         text = inspect.getdoc(route.handler)
         if not text:
@@ -282,15 +302,42 @@ def _field_table(fields: Mapping[str, str], helps: Mapping[str, str] = FIELD_HEL
     return _table(("field", "type", "meaning"), rows)
 
 
-def request_fields(parse: Callable[..., object]) -> dict[str, str]:
-    """The fields that ``parse`` reads from a request body, with their types and ranges, found in its source."""
+def _other_fields(fields: Mapping[str, str], helps: Mapping[str, str], refused: Mapping[str, str]) -> list[str]:
+    """A table of the fields in ``helps``, the names of the others, and a table of refused fields."""
+    others = ", ".join(f"`{name}`" for name in sorted(fields) if name not in helps)
+    return [
+        _field_table(fields, helps),
+        f"These mean the same as in chat completions: {others}.",
+        _table(("refused field", "answer"), ((f"`{name}`", answer) for name, answer in sorted(refused.items()))),
+    ]
+
+
+def request_fields(
+    parse: Callable[..., object], modules: Sequence[ModuleType] = (openai, chat_messages, structured, tools)
+) -> dict[str, str]:
+    """The fields that ``parse`` reads from a request body, with their types and ranges, found in its source.
+    ``modules``: those with the functions that it calls; of two with the same name the later one counts."""
     functions = {
         node.name: node
-        for module in (openai, chat_messages, structured, tools)
+        for module in modules
         for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.FunctionDef)
     }
-    return dict(_fields_read(parse.__name__, "", functions, vars(openai)))
+    found: dict[str, str] = {}
+    for name, kind in _fields_read(parse.__name__, "", functions, vars(openai)):
+        if kind != "any" or name not in found:  # a field may be read again where its type is known
+            found[name] = kind
+    return found
+
+
+def responses_fields() -> dict[str, str]:
+    """The fields of POST /v1/responses."""
+    return request_fields(responses.parse_responses, (responses, responses_items, single_answer, openai, tools))
+
+
+def messages_fields() -> dict[str, str]:
+    """The fields of POST /v1/messages."""
+    return request_fields(anthropic.parse_messages, (openai, single_answer, anthropic_content, anthropic))
 
 
 def _fields_read(

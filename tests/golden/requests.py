@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.golden import other_apis
 from tests.leaked_keys import register
 
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
@@ -572,6 +573,28 @@ def _refused() -> Iterator[Call]:
     for body in TOOLS + STRUCTURED:
         shown = json.dumps(body, separators=(",", ":"))[1:-1]
         yield _post(f"{CHAT} {shown}", "colocated", CHAT, SOME_CHAT | body)
+    for name, path, body in other_apis.bodies():
+        yield _post(name, "colocated", path, body)
+    for method, path in (
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("GET", "/v1/responses/resp_1/input_items"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("GET", other_apis.MESSAGES),
+        ("POST", f"{other_apis.MESSAGES}/batches"),
+    ):
+        yield Call(f"{method} {path}", "colocated", method, path, {}, None)
+    for path in (other_apis.RESPONSES, other_apis.MESSAGES, other_apis.COUNT):
+        yield _post(f"no key: {path}", "keys", path, other_apis.LEAST)
+        headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
+        yield _post(f"a key: {path}", "keys", path, {**other_apis.LEAST, "input": "hello"})._replace(headers=headers)
+        yield _post(f"draining: {path}", "draining", path, {**other_apis.LEAST, "input": "hello"})
+        yield _post(f"empty: {path}", "empty", path, {**other_apis.LEAST, "input": "hello"})
+    for path in (other_apis.RESPONSES, other_apis.MESSAGES):
+        for stream in (False, True):
+            body = {**other_apis.LEAST, "input": "hello", "stream": stream}
+            yield _post(f"slow {path} stream={stream}", "slow", path, body)
+            yield _post(f"second token fails {path} stream={stream}", "second token fails", path, body)
     yield _post("small: an echo that is too long", "small", TEXT, {"prompt": "x" * 500, "echo": True, "n": 5})
     yield _post("smaller: a long text of few ids", "smaller", DETOKENIZE, {"tokens": [4] * 60})
     start = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"

@@ -23,7 +23,7 @@ UNSEEN_HEADERS = ("date", "content-length")
 REASONS = {"Request Entity Too Large": "Content Too Large", "Unprocessable Entity": "Unprocessable Content"}
 """HTTP reason phrases that newer versions of Python have changed."""
 VOLATILE_KEYS = {
-    "created": int,
+    **dict.fromkeys(("created", "created_at", "completed_at"), int),
     "version": str,
     "system_fingerprint": str,
     "incarnation": str,
@@ -33,7 +33,7 @@ VOLATILE_KEYS = {
 """Keys whose values differ from run to run, and the types of these."""
 _ENDS = re.compile(r"\b(outcome|reason|finished_reason)=")
 EVENT_END = b"\n\n"
-IDS = re.compile(r"\b(chatcmpl|cmpl|req)-[0-9a-f]{24,32}\b")
+IDS = re.compile(r"\b((?:chatcmpl|cmpl|req)-|(?:resp|msg|rs|fc)_)[0-9a-f]{24,36}\b")
 LEFT = re.compile(r"(?<=the deadline is in )[\d.]+")
 _CHOICE = re.compile(r'"index": ?(\d+)')
 MEASURED = re.compile(r"_(ms|s)(_mean|_max|_p\d+)?$")
@@ -176,7 +176,7 @@ def steady(value: Any, port: int, key: str = "") -> Any:
 
 def steady_text(text: str, port: int) -> str:
     return (
-        LEFT.sub("(left)", IDS.sub(r"\1-(id)", text))
+        LEFT.sub("(left)", IDS.sub(r"\1(id)", text))
         .replace(f":{port}", ":(port)")
         .replace(adapter.version(), "(version)")
     )

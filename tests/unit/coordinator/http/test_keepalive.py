@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http import routes, sse
+from coordinator.http import answer, sse
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.unit.coordinator.fake_cluster import FakeCluster, open_cluster, until
 
@@ -67,7 +67,7 @@ async def gate(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Gat
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sse, routes):
+    for module in (sse, answer):
         monkeypatch.setattr(module, "KEEPALIVE_S", INTERVAL_S)
 
 
@@ -169,7 +169,7 @@ async def test_each_reader_has_each_event_at_its_time(
     gate: Gate, path: str, reader: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = plain(await without_waits(gate, path))
-    for module in (sse, routes):
+    for module in (sse, answer):
         monkeypatch.setattr(module, "KEEPALIVE_S", INTERVAL_S)
     events, data = await with_waits(gate, path, reader())
     assert plain(events) == wanted and len(events) == TOKENS + 3

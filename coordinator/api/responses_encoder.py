@@ -1,0 +1,199 @@
+"""Encodes an answer in the form of OpenAI's Responses API, as a whole body or as its named events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from common.core.errors import RequestError
+from coordinator.api.blocks import Block, BlockReader, Step
+from coordinator.api.event_stream import KEEPALIVE, named_event
+from coordinator.api.response_encoder import Choice, Head, Piece, Usage
+from coordinator.output.deltas import Delta
+from coordinator.requests.spec import Json
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+"""Beginnings of the ids of output items."""
+
+
+class ResponsesShape:
+    """The shape of POST /v1/responses. ``echo``: encoded members that repeat the request, and the sampling fields as
+    they take effect."""
+
+    needs_pieces = True
+    keepalive = KEEPALIVE
+
+    def __init__(self, head: Head, echo: Mapping[str, msgspec.Raw]) -> None:
+        self._head, self._echo = head, echo
+        self._reader = BlockReader()
+        self._sequence = -1
+        self._status: Status = "in_progress"
+
+    # -- whole ----------------------------------------------------------------------------------------------------
+
+    def keep(self, choice: Choice, piece: Piece) -> None:
+        self._reader.push(added(piece))
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        self._finish(choices[0])
+        return self._response(usage)
+
+    # -- stream ---------------------------------------------------------------------------------------------------
+
+    def begin(self, usage: Usage) -> bytes:
+        response = self._response(None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
+        return self._events(self._reader.push(added(piece)))
+
+    def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
+        return self._events(self._finish(choice))
+
+    def usage(self, usage: Usage, extra: Json) -> bytes:
+        return self._event(f"response.{self._status}", response={**self._response(usage), **extra})
+
+    def done(self) -> bytes:
+        return b""
+
+    def failed(self, error: RequestError) -> bytes:
+        self._status = "failed"
+        self._reader.abandon()
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response = self._response(None)
+        response["error"] = {"code": code, "message": error.message}
+        return self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **members: object) -> bytes:
+        self._sequence += 1
+        return named_event(kind, {"sequence_number": self._sequence, **members})
+
+    def _events(self, steps: Sequence[Step]) -> bytes:
+        return b"".join(map(self._step, steps))
+
+    def _step(self, step: Step) -> bytes:
+        block = step.block
+        match step.what:
+            case "open":
+                opened = self._event(
+                    "response.output_item.added", output_index=block.index, item=self._item(block, True)
+                )
+                return opened if block.kind == "call" else opened + self._part("response.content_part.added", block, "")
+            case "add":
+                return self._at(f"{_text_event(block)}.delta", block, delta=step.text)
+            case "close":
+                return self._closed(block)
+
+    def _closed(self, block: Block) -> bytes:
+        """Return the events that close ``block``."""
+        if block.kind == "call":
+            done = self._at(f"{_text_event(block)}.done", block, arguments=block.text, name=block.name)
+        else:
+            done = self._at(f"{_text_event(block)}.done", block, text=block.text)
+            done += self._part("response.content_part.done", block, block.text)
+        return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, False))
+
+    def _at(self, kind: str, block: Block, **members: object) -> bytes:
+        """Return an event about the text of ``block``."""
+        place: Json = {"item_id": self._id(block), "output_index": block.index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        if block.kind == "text":
+            place["logprobs"] = []
+        return self._event(kind, **place, **members)
+
+    def _part(self, kind: str, block: Block, text: str) -> bytes:
+        place = {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
+        return self._event(kind, **place, part=_content(block, text))
+
+    # -- objects --------------------------------------------------------------------------------------------------
+
+    def _finish(self, choice: Choice) -> list[Step]:
+        """End the answer and return the steps that this takes."""
+        cut = choice.finish_reason == "length"
+        self._status = "incomplete" if cut else "completed"
+        return [*self._reader.push(choice.rest), *self._reader.finish(cut=cut)]
+
+    def _response(self, usage: Usage | None) -> Json:
+        """Return the response object. ``usage``: None while the answer is not complete."""
+        incomplete = self._status == "incomplete"
+        output = [] if self._status == "in_progress" else [self._item(block, False) for block in self._reader.blocks]
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "status": self._status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "max_tool_calls": None,
+            "model": self._head.model,
+            "output": output,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "system_fingerprint": self._head.system_fingerprint,
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+            **self._echo,
+        }
+
+    def _id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._head.id.removeprefix('resp_')}{block.index:04x}"
+
+    def _item(self, block: Block, opened: bool) -> Json:
+        """Return ``block`` as an output item, empty if it was just ``opened``."""
+        status = "in_progress" if opened else "incomplete" if block.cut else "completed"
+        item: Json = {"id": self._id(block), "status": status}
+        match block.kind:
+            case "call":
+                arguments = "" if opened else block.text
+                call: Json = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
+                return {"type": "function_call", **item, **call}
+            case "reasoning":
+                content = [] if opened else [_content(block, block.text)]
+                return {"type": "reasoning", **item, "summary": [], "content": content}
+            case "text":
+                content = [] if opened else [_content(block, block.text)]
+                return {"type": "message", **item, "role": "assistant", "content": content}
+
+
+def added(piece: Piece) -> Delta:
+    """Return what one token adds to an answer."""
+    return Delta(piece.text) if piece.delta is None else piece.delta
+
+
+def _content(block: Block, text: str) -> Json:
+    """Return the only content part of ``block``."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text_event(block: Block) -> str:
+    """Return the beginning of the names of events about the text of ``block``."""
+    match block.kind:
+        case "call":
+            return "response.function_call_arguments"
+        case "reasoning":
+            return "response.reasoning_text"
+        case "text":
+            return "response.output_text"
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning or 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }
