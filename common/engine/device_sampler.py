@@ -140,14 +140,10 @@ def _process(wide: torch.Tensor, columns: Columns, features: Features, counts: T
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return ``scores`` [n, vocab] with minus infinity where a bit of ``mask`` [n, words of 64] is 0, and for ids that
-    have no bit."""
-    size = min(scores.shape[1], 64 * mask.shape[1])
-    ids = torch.arange(size, device=scores.device)
+    """Return ``scores`` [n, vocab] with minus infinity where a bit of ``mask`` [n, words of 64] is 0."""
+    ids = torch.arange(scores.shape[1], device=scores.device)
     allowed = (mask.index_select(1, ids >> 6) >> (ids & 63)) & 1
-    inside = scores[:, :size].masked_fill(allowed == 0, -torch.inf)
-    outside = scores.new_full((scores.shape[0], scores.shape[1] - size), -torch.inf)
-    return torch.cat((inside, outside), dim=1)
+    return scores.masked_fill(allowed == 0, -torch.inf)
 
 
 def _draw(scores: torch.Tensor, columns: Columns, features: Features) -> torch.Tensor:

@@ -32,6 +32,7 @@ class DeviceSteps:
         self.sampler = DeviceSampler(vocab_size, device)
         self._staging, self._mask_staging = UploadStaging(device), UploadStaging(device)
         self._token_ids = token_ids
+        self._mask_words = -(-vocab_size // 64) * 2
 
     def plan(self, sequences: Sequence[Tokens]) -> SamplePlan:
         """Plan the sampling of a step's ``sequences``, as :meth:`common.engine.device_sampler.DeviceSampler.plan`."""
@@ -57,14 +58,13 @@ class DeviceSteps:
     def _uploaded(self, masks: Sequence[Mask | None], choices: Sequence[int]) -> torch.Tensor | None:
         """Return the masks of all rows, one per choice of each sequence, int64 [n, words] on the device; None if no
         row has one."""
-        width = max((len(mask) for mask in masks if mask is not None), default=0)
-        if not width:
+        if all(mask is None for mask in masks):
             return None
-        words = np.full((len(masks), width + width % 2), -1, np.int32)
+        words = np.full((len(masks), self._mask_words), -1, np.int32)
         for row, mask in zip(words, masks, strict=True):
             if mask is not None:
-                row[: len(mask)] = mask
-                row[len(mask) :] = 0
+                row[:] = 0
+                row[: len(mask)] = mask[: self._mask_words]
         rows = np.repeat(words, choices, axis=0)
         uploaded = self._mask_staging.upload({"mask": rows.view(np.int64).reshape(-1)})
         return uploaded["mask"].view(len(rows), -1)

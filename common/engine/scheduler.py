@@ -312,8 +312,8 @@ class Planner:
         return length
 
     def _place(self, step: _Step, entry: _ScheduledSequence, length: int) -> None:
-        if entry.table is None:
-            raise InvariantBroken(f"{entry.sequence} has no blocks")
+        if entry.table is None or length < 1:
+            raise InvariantBroken(f"{entry.sequence} has no blocks, or nothing to compute")
         step.segments.append(Segment(entry.sequence, entry.sequence.computed, length))
         step.tables.append(entry.table.blocks)
         self._turns += 1

@@ -34,21 +34,29 @@ class CompiledGrammars:
     ) -> None:
         self._path, self._threads, self._kept = tokenizer, threads, kept
         self.vocab_size = vocab_size
-        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._tokenizer: LLTokenizer | None = None
-        self._reading = Lock()
+        self._reading, self._changing = Lock(), Lock()
 
     def request(self, grammar: str) -> Future[LLMatcher]:
         """Return the matcher of ``grammar`` at its start, now or later; it is only to be copied. The future raises
-        GrammarError if there is none. Called by one thread."""
-        future = self._compiled.pop(grammar, None)
-        if future is None:
-            future = self._threads.submit(self._compile, grammar)
-        self._compiled[grammar] = future
-        while len(self._compiled) > self._kept:
-            self._compiled.popitem(last=False)
-        return future
+        GrammarError if there is none."""
+        with self._changing:
+            future = self._compiled.pop(grammar, None)
+            if future is None:
+                future = self._threads.submit(self._compile, grammar)
+            self._compiled[grammar] = future
+            while len(self._compiled) > self._kept:
+                self._compiled.popitem(last=False)
+            return future
+
+    def alone(self, grammar: str) -> LLMatcher:
+        """Compile ``grammar`` again for one sequence, and forget the matcher that others have copied: copies share the
+        states of one lexer, so what one of them did counts against the limits of all. Raises GrammarError."""
+        with self._changing:
+            self._compiled.pop(grammar, None)
+        return self._compile(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
         started = perf_counter()
@@ -75,7 +83,7 @@ class CompiledGrammars:
             why = f"the model's {self._path.name} cannot be read: {error.strerror}"
             raise GrammarError(FAILED, f"outputs cannot be constrained: {why}") from None
         try:
-            found = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids or None)
+            found = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self.eos_token_ids or None)
         except ValueError as error:
             why = f"{self._path.name} is not understood: {_first_line(str(error))}"
             raise GrammarError(FAILED, f"outputs cannot be constrained: {why}") from None

@@ -8,6 +8,8 @@ SUSPECT_S = 0.001
 """CPU seconds of one mask from which on no step waits for the masks of its sequence."""
 LIMIT_S = 0.020
 """CPU seconds of one mask that count as a strike."""
+TOKEN_LIMIT_S = 0.002
+"""The same of following one token: llguidance then keeps the interpreter lock, so that the worker's loop may wait."""
 STRIKES = 2
 """Strikes that fail a request."""
 GIVE_UP_S = 5.0
@@ -15,6 +17,9 @@ GIVE_UP_S = 5.0
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the bounds that llguidance checks itself: about 7 ms of lexer and 2.5 ms of parser per mask, and 20 to 40
-    MB of lexer states."""
-    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=50_000, max_lexer_states=20_000, verbose_errors=False)
+    """Return the bounds that llguidance checks itself. Schemas that clients have stay far below: one of 200 optional
+    properties has 807 items in a row."""
+    return LLParserLimits(
+        max_items_in_row=2_000, step_max_items=50_000, step_lexer_fuel=100_000, max_lexer_states=50_000,
+        verbose_errors=False,
+    )  # fmt: skip

@@ -24,13 +24,12 @@ from pathlib import Path
 from time import perf_counter, thread_time
 
 import numpy as np
-from llguidance import LLMatcher
 
 from common.core.sequence import Batch, Refusal, StepResult, certain
 from common.core.sequence import Sequence as Tokens
 from common.grammar.compiled import CompiledGrammars
 from common.grammar.errors import BROKEN, TOO_COMPLEX, UNKNOWN, GrammarError
-from common.grammar.limits import GIVE_UP_S, LIMIT_S, STRIKES, SUSPECT_S
+from common.grammar.limits import GIVE_UP_S, LIMIT_S, STRIKES, SUSPECT_S, TOKEN_LIMIT_S
 from common.grammar.matcher import Mask, Matcher
 
 WAIT_S = 0.002
@@ -45,10 +44,13 @@ class SequenceGrammar:
     """The grammar of one sequence on this worker (``Sequence.matcher``). While ``busy``, only the thread that computes
     the mask may touch the matcher."""
 
-    def __init__(self, compiled: Future[LLMatcher], sequence: Tokens, vocab_size: int) -> None:
-        self._compiled, self._sampling, self._vocab_size = compiled, sequence.request.sampling, vocab_size
+    def __init__(self, compiled: CompiledGrammars, sequence: Tokens) -> None:
+        self._grammars, self._sampling = compiled, sequence.request.sampling
+        self._compiled = compiled.request(self._sampling.grammar)
         self._matcher: Matcher | None = None
-        self.mask: Mask = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._alone = False
+        """Whether the matcher shares nothing with those of other sequences."""
+        self.mask: Mask = np.zeros((compiled.vocab_size + 31) // 32, np.int32)
         self.mask_at = -1
         """Length of the output after which ``mask`` is right."""
         self.certain = False
@@ -64,13 +66,13 @@ class SequenceGrammar:
     def compute(self, output: Sequence[int]) -> None:
         """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
         try:
-            if self._matcher is None:
-                self._matcher = Matcher(self._compiled.result(GIVE_UP_S), self._sampling, self._vocab_size)
-            matcher, started = self._matcher, thread_time()
-            matcher.follow(output[matcher.length :])
-            self.certain = matcher.fill(self.mask)
-            self._judge(thread_time() - started)
-            self.mask_at = matcher.length
+            try:
+                self._fill(output)
+            except GrammarError as error:
+                if self._alone or error.refusal.code != TOO_COMPLEX:
+                    raise
+                self._alone, self._matcher = True, None
+                self._fill(output)
         except GrammarError as error:
             self.refusal = error.refusal
         except TimeoutError:
@@ -80,6 +82,18 @@ class SequenceGrammar:
                 self.refusal = BROKEN
             self.busy = False
 
+    def _fill(self, output: Sequence[int]) -> None:
+        if self._matcher is None:
+            start = self._grammars.alone(self._sampling.grammar) if self._alone else self._compiled.result(GIVE_UP_S)
+            self._matcher = Matcher(start, self._sampling, self._grammars.vocab_size)
+        matcher, started = self._matcher, thread_time()
+        new = output[matcher.length :]
+        matcher.follow(new)
+        followed = thread_time()
+        self.certain = matcher.fill(self.mask)
+        self._judge(thread_time() - started, (followed - started) / max(1, len(new)))
+        self.mask_at = matcher.length
+
     def force(self, output: Sequence[int]) -> list[int]:
         """Return the tokens that are forced after ``output``; none for a suspect, of which the next mask has the
         first."""
@@ -88,16 +102,17 @@ class SequenceGrammar:
         started = thread_time()
         try:
             self._matcher.follow(output[self._matcher.length :])
-            return self._matcher.force()
-        except GrammarError as error:
-            self.refusal = error.refusal
+            forced = self._matcher.force()
+        except GrammarError:  # the next mask finds it again, and says why
+            self.suspect, self._matcher = True, None
             return []
-        finally:
-            self._judge(thread_time() - started)
+        spent = thread_time() - started
+        self._judge(spent, spent / (1 + len(forced)))
+        return forced
 
-    def _judge(self, cpu_s: float) -> None:
+    def _judge(self, cpu_s: float, token_s: float) -> None:
         self.suspect = cpu_s >= SUSPECT_S
-        self._strikes += cpu_s >= LIMIT_S
+        self._strikes += cpu_s >= LIMIT_S or token_s >= TOKEN_LIMIT_S
         if self._strikes >= STRIKES:
             self.refusal = _TOO_SLOW
 
@@ -197,8 +212,7 @@ class Grammars:
     def _of(self, sequence: Tokens) -> SequenceGrammar:
         grammar = sequence.matcher
         if not isinstance(grammar, SequenceGrammar):
-            compiled = self._compiled.request(sequence.request.sampling.grammar)
-            grammar = sequence.matcher = SequenceGrammar(compiled, sequence, self.vocab_size)
+            grammar = sequence.matcher = SequenceGrammar(self._compiled, sequence)
         return grammar
 
 

@@ -14,6 +14,9 @@ from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
 Mask = npt.NDArray[np.int32]
 """One bit per token id: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may follow."""
 
+PIECE = 32
+"""Tokens that are followed at once: llguidance keeps the interpreter lock meanwhile."""
+
 
 class Matcher:
     """A pure function of the grammar and of the output tokens that it has followed.
@@ -41,11 +44,14 @@ class Matcher:
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Go on by output ``tokens``. Raises GrammarError if the grammar does not allow them."""
-        if not tokens:
-            return
-        if not self._inner.consume_tokens(list(tokens)):
-            raise self._error("the output so far does not match the grammar")
-        self.length += len(tokens)
+        for at in range(0, len(tokens), PIECE):
+            part = list(tokens[at : at + PIECE])
+            taken = self._inner.try_consume_tokens(part)
+            if self._inner.is_error():
+                raise self._too_complex()
+            if taken < len(part):
+                raise GrammarError(FAILED, "the output so far does not match the grammar")
+            self.length += taken
 
     def forced(self) -> list[int]:
         """Return the next tokens that are forced; empty if the next is to be sampled. More may follow them."""
@@ -53,12 +59,12 @@ class Matcher:
             return []
         if self._inner.is_stopped():
             if self._inner.is_error():
-                raise self._error("")
+                raise self._too_complex()
             forced = self._ends[:1] if self.length >= self._min_tokens else []
         else:
             forced = self._inner.compute_ff_tokens()
             if self._inner.is_error():
-                raise self._error("")
+                raise self._too_complex()
             if ending := next((at for at, token in enumerate(forced) if token in self._ends), -1) + 1:
                 del forced[ending - 1 :]
         if not forced:
@@ -87,7 +93,7 @@ class Matcher:
     def settle(self, mask: Mask) -> None:
         """Complete ``mask``, which llguidance has computed, by what the request says about endings."""
         if self._inner.is_error():
-            raise self._error("")
+            raise self._too_complex()
         complete = self._inner.is_accepting()
         for token in self._ends:
             if complete:
@@ -101,12 +107,10 @@ class Matcher:
             if not mask.any():
                 mask[:] = kept
 
-    def _error(self, words: str) -> GrammarError:
-        """Return why the matcher fails: ``words`` if it is not for one of its limits."""
-        text = self._inner.get_error()
-        if self._inner.stop_reason() in ("ParserTooComplex", "LexerTooComplex") or not words:
-            return GrammarError(TOO_COMPLEX, f"the grammar is too complex: {text.partition(chr(10))[0][:300]}")
-        return GrammarError(FAILED, words)
+    def _too_complex(self) -> GrammarError:
+        """Return which limit the matcher has reached."""
+        text = self._inner.get_error().partition("\n")[0][:300]
+        return GrammarError(TOO_COMPLEX, f"the grammar is too complex: {text}")
 
 
 def allow(mask: Mask, token: int) -> None:

@@ -17,6 +17,7 @@ from common.config.bench.crosscheck import BenchCrosscheckConfig
 from common.config.bench.goals import BenchGoalsConfig
 from common.config.bench.goodput import BenchGoodputConfig
 from common.config.bench.gpu import BenchGpuConfig
+from common.config.bench.grammar import BenchGrammarConfig
 from common.config.bench.handoff_cost import BenchHandoffCostConfig
 from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.config.bench.kernels import BenchKernelsConfig
@@ -148,6 +149,10 @@ COMMANDS = {
         Command(
             "bench lent-core", "measure engine steps with and without a core lent by an idle worker",
             BenchLentCoreConfig, "bench.micro.lent_core:run", measures=True,
+        ),
+        Command(
+            "bench grammar", "measure the cost of token masks, and what hostile grammars do to other streams",
+            BenchGrammarConfig, "bench.micro.grammar:run", measures=True,
         ),
         Command(
             "bench crosscheck", "compare bench serve with other load generators", BenchCrosscheckConfig,

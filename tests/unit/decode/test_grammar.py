@@ -13,6 +13,7 @@ import pytest
 
 from common.core.ids import RequestId, pack_tokens
 from common.core.request import FinishReason, Request, SamplingParams
+from common.grammar.masks import StepMasks
 from common.net.messages import Generate, Resend, Tokens
 from decode.role import DecodeWorker
 from tests.fakes.constrained import EOS, ConstrainedOracle, text_of
@@ -142,6 +143,24 @@ def test_same_tokens_after_a_preemption(bench: Bench) -> None:
     squeezed = [again(request) for request in requests]
     assert run_alone(bench, squeezed, "colocated-1") == expected
     assert small.planner.preemptions > 0
+
+
+def test_same_tokens_if_masks_are_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose mask is late takes part in the next step again, on the same position."""
+    worker = bench.add("colocated", ConstrainedOracle(256))
+    requests = [make(seed, logprobs=0) for seed in range(6)]
+    expected = run_alone(bench, requests, "colocated-0")
+    steps, rng, finish = worker.engine.steps, random.Random(1), StepMasks.finish  # type: ignore[attr-defined]
+
+    def late(masks: StepMasks) -> None:
+        finish(masks)
+        for index in [index for index in masks.ready if rng.random() < 0.5]:
+            del masks.ready[index]
+            masks.late.add(index)
+
+    monkeypatch.setattr(StepMasks, "finish", late)
+    assert run_alone(bench, [again(request) for request in requests], "colocated-0") == expected
+    assert worker.engine.steps > 1.5 * steps  # type: ignore[attr-defined]
 
 
 def test_a_lost_span_is_sent_again_as_it_was(bench: Bench) -> None:

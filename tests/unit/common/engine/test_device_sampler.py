@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -15,8 +18,9 @@ from common.core.ids import new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Sequence, TokenLogprobs
 from common.engine.device_sampler import DeviceSampler
+from common.engine.device_steps import DeviceSteps
 from common.engine.sample_plan import PLAIN
-from common.engine.sampler import SampleRow, peaks, sample
+from common.engine.sampler import NOTHING_LEFT, SampleRow, peaks, sample
 from common.engine.staging import UploadStaging
 from common.engine.token_counts import TokenCounts
 from tests.device_watch import DeviceWatch
@@ -24,6 +28,7 @@ from tests.device_watch import DeviceWatch
 VOCAB = 97
 CPU = torch.device("cpu")
 Entry = tuple[int, TokenLogprobs | None]
+Masks = Seq[npt.NDArray[np.int32] | None]
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -71,22 +76,32 @@ def random_logits(rng: random.Random, rows: int) -> torch.Tensor:
 
 
 def on_device(
-    sampler: DeviceSampler, staging: UploadStaging, logits: torch.Tensor, sequences: list[Sequence]
+    sampler: DeviceSampler,
+    staging: UploadStaging,
+    logits: torch.Tensor,
+    sequences: list[Sequence],
+    masks: Masks = (),
 ) -> list[list[Entry]]:
     plan = sampler.plan(sequences)
     last = array("q", [each.tokens[-1] for each in sequences])
     uploaded = staging.upload({"last": last, **plan.columns})
-    packed = sampler.sample(logits, plan, uploaded, uploaded["last"])
+    mask = DeviceSteps(CPU, VOCAB, VOCAB)._uploaded(masks, plan.choices)
+    packed = sampler.sample(logits, plan, uploaded, uploaded["last"], mask)
     return plan.read(packed.numpy())
 
 
-def on_cpu(logits: torch.Tensor, sequences: list[Sequence]) -> list[list[Entry]]:
+def on_cpu(logits: torch.Tensor, sequences: list[Sequence], masks: Masks = ()) -> list[list[Entry]]:
     """Return what the CPU's sampler gives for the rows that are finite, and (-1, None) for the others."""
     best = peaks(logits)
     good = [index for index, token in enumerate(best) if token >= 0]
     rows = [
         SampleRow(
-            place, sequences[index].request.sampling, choice, sequences[index].tokens, sequences[index].prompt_length
+            place,
+            sequences[index].request.sampling,
+            choice,
+            sequences[index].tokens,
+            sequences[index].prompt_length,
+            masks[index] if masks else None,
         )
         for place, index in enumerate(good)
         for choice in sequences[index].choices
@@ -116,6 +131,36 @@ def without_ties(entry: Entry) -> tuple[Any, ...]:
         logprobs.top_logprobs,
         {each for each in ranked if each[0] > logprobs.top_logprobs[-1]},
     )
+
+
+@pytest.mark.parametrize("words", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_of_any_size_give_the_same_as_the_cpus_sampler(seed: int, words: int) -> None:
+    """Beside rows without one; tokens behind the mask's last bit are not allowed. Some rows are left with nothing."""
+    rng = random.Random(seed)
+    sampler, staging, nothing = DeviceSampler(VOCAB, CPU), UploadStaging(CPU), 0
+    for _ in range(8):
+        batch = [new_sequence(rng, constrained(random_params(rng)), rng.choice([1, 1, 3])) for _ in range(7)]
+        masks = [random_mask(rng, words) if rng.random() < 0.8 else None for _ in batch]
+        logits = random_logits(rng, len(batch))
+        found = on_device(sampler, staging, logits, batch, masks)
+        assert same(found, on_cpu(logits, batch, masks))
+        for mask, entries in zip(masks, found, strict=True):
+            for token, _entry in entries:
+                nothing += token == NOTHING_LEFT
+                if mask is not None and token >= 0:
+                    assert token < 32 * words and mask[token // 32] >> token % 32 & 1
+    assert nothing
+
+
+def constrained(sampling: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(sampling, grammar="start: any")
+
+
+def random_mask(rng: random.Random, words: int) -> npt.NDArray[np.int32]:
+    share = rng.choice([0.0, 0.05, 0.5])
+    bits = np.array([rng.random() < share for _ in range(32 * words)])
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(8, 60))]

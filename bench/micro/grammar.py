@@ -1,0 +1,206 @@
+"""``tandem bench grammar``: the cost of token masks, and what hostile grammars do to the streams beside them.
+
+First each grammar constrains one output after another, whose tokens are drawn at random from those that are allowed:
+the time per token is that of following it, of the tokens that it forces, and of the next mask. Then one engine decodes
+plain streams and one more sequence. This is plain as well, or constrained by a hostile grammar, and another one takes
+its place as soon as it fails or ends. The two kinds run in turn, in rounds, so that both see the same machine.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+
+from bench.load import results
+from common import builtin
+from common.checkpoint.files import open_checkpoint
+from common.config.bench.grammar import BenchGrammarConfig
+from common.core.ids import BlockId, new_request_id, pack_tokens
+from common.core.request import FinishReason, Request, SamplingParams
+from common.core.sequence import Batch, Segment, Sequence
+from common.engine.runner import ModelEngine
+from common.grammar.compiled import CompiledGrammars
+from common.grammar.masks import SequenceGrammar
+
+CONTEXT, PROMPT, ROUNDS = 256, 32, 20
+LONGEST = CONTEXT - PROMPT
+_PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"enum": ["new", "regular", "former"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "email", "tags"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "any object": {"type": "object"},
+    "person": _PERSON,
+    "list of persons": {"type": "array", "items": _PERSON, "minItems": 1},
+    "200 optional fields": {"type": "object", "properties": {f"field_{at}": {"type": "string"} for at in range(200)}},
+    "enumeration of 500": {"enum": [f"value number {at} of many" for at in range(500)]},
+    "20 patterns": {
+        "type": "object",
+        "properties": {f"p{at}": {"type": "string", "pattern": f"^[a-z]{{1,{at + 3}}}(-[0-9]+)?$"} for at in range(20)},
+        "required": [f"p{at}" for at in range(20)],
+    },
+}
+_LETTERS = [f"t{at}: /[a-z]*{chr(97 + at % 26)}[a-z]{{{at % 17 + 1}}}/ start?" for at in range(400)]
+HOSTILE = {
+    "ambiguous": 'start: x\nx: x x | x x x | "a" | "b" | "ab" | "ba"',
+    "400 overlapping words": "\n".join([f"start: {' | '.join(f't{at}' for at in range(400))}", *_LETTERS]),
+    "endless states": "start: /[a-z]*a[a-z]{200}c/",
+    "nothing, often": 'start: a{0,2000}\na: b{0,200}\nb: c?\nc: "x" | "y"?',
+}
+
+
+def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -> Iterator[tuple[float, int]]:
+    """Yield the seconds of each mask, with what comes before it, and the number of tokens that it was for."""
+    rng, eos, made = random.Random(seed), source.eos_token_ids, 0
+    while made < count:
+        sampling = SamplingParams(LONGEST, seed, grammar=grammar, eos_token_ids=tuple(eos))
+        sequence = Sequence(Request(new_request_id(), pack_tokens([0]), sampling), 0)
+        one = SequenceGrammar(source, sequence)
+        one.compute([])
+        while sequence.finish is FinishReason.RUNNING and one.refusal is None:
+            bits = np.unpackbits(one.mask.view(np.uint8), bitorder="little")
+            sequence.append(int(rng.choice(np.flatnonzero(bits))))
+            if sequence.finish is not FinishReason.RUNNING:
+                break
+            started, before = time.perf_counter(), sequence.output_length
+            for token in one.force(sequence.output):
+                if sequence.force(token) is not FinishReason.RUNNING:
+                    break
+            if sequence.finish is FinishReason.RUNNING:
+                one.compute(sequence.output)
+            tokens = 1 + sequence.output_length - before
+            made += tokens
+            yield time.perf_counter() - started, tokens
+
+
+class Decoder:
+    """Decodes ``streams`` plain streams and one more sequence on ``engine``."""
+
+    def __init__(self, engine: ModelEngine, streams: int) -> None:
+        self._engine, self._rng = engine, random.Random(1)
+        self._rows = [self._new("") for _ in range(streams + 1)]
+        size = engine.layout.block_size
+        blocks = CONTEXT // size
+        self._tables = [[BlockId(blocks * row + at) for at in range(blocks)] for row in range(streams + 1)]
+        self.refused = 0
+
+    def run(self, steps: int, grammar: str) -> list[float]:
+        """Run decode steps and return the seconds of each, as a stream sees them; ``grammar`` is that of the one more
+        sequence, "" for none."""
+        self._rows[-1] = self._new(grammar)
+        self._prefill()
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            batch = Batch(tuple(Segment(one, one.computed, one.missing) for one in self._rows), tuple(self._tables))
+            self._take(batch)
+            seconds.append(time.perf_counter() - started)
+            self._renew(grammar)
+        return seconds
+
+    def _take(self, batch: Batch) -> None:
+        result, grammars = self._engine.step(batch), self._engine.grammars
+        for at, one in enumerate(self._rows):
+            if at in result.refusals:
+                self.refused += 1
+                one.finish = FinishReason.FAILED
+                continue
+            one.computed = len(one.tokens) - (at in result.late)
+            if not result.tokens[at]:
+                continue
+            one.append(result.tokens[at][0])
+            if one.constrained and one.finish is FinishReason.RUNNING and grammars is not None:
+                for token in grammars.force(one):
+                    if one.force(token) is not FinishReason.RUNNING:
+                        break
+
+    def _renew(self, grammar: str) -> None:
+        """Put new sequences in the place of those that are over, outside of the measured time."""
+        over = [at for at, one in enumerate(self._rows) if one.finish is not FinishReason.RUNNING]
+        for at in over:
+            self._rows[at] = self._new(grammar if at == len(self._rows) - 1 else "")
+        if over:
+            self._prefill()
+
+    def _prefill(self) -> None:
+        """Compute all prompts but for their last token."""
+        new = [(one, table) for one, table in zip(self._rows, self._tables, strict=True) if not one.computed]
+        segments = tuple(Segment(one, 0, len(one.tokens) - 1) for one, _ in new)
+        self._engine.step(Batch(segments, tuple(table for _, table in new)))
+        for one, _ in new:
+            one.computed = len(one.tokens) - 1
+
+    def _new(self, grammar: str) -> Sequence:
+        prompt = [self._rng.randrange(self._engine.vocab_size) for _ in range(PROMPT)]
+        sampling = SamplingParams(LONGEST, self._rng.getrandbits(30), grammar=grammar)
+        return Sequence(Request(new_request_id(), pack_tokens(prompt), sampling), 0)
+
+
+def interference(engine: ModelEngine, config: BenchGrammarConfig, grammar: str) -> dict[str, float]:
+    """Return mean, median and P99 seconds of steps beside a plain sequence and beside a hostile one, and how many of
+    the latter were refused."""
+    decoder, plain, beside = Decoder(engine, config.streams), list[float](), list[float]()
+    decoder.run(ROUNDS, "")
+    for _ in range(ROUNDS):
+        plain += decoder.run(config.steps // ROUNDS, "")
+        beside += decoder.run(config.steps // ROUNDS, grammar)
+    found: dict[str, float] = {"refused": decoder.refused}
+    for name, seconds in (("plain", plain), ("beside", beside)):
+        found |= {
+            f"{name}_mean_s": statistics.fmean(seconds),
+            f"{name}_p50_s": statistics.median(seconds),
+            f"{name}_p99_s": float(np.quantile(seconds, 0.99)),
+        }
+    return found
+
+
+def run(config: BenchGrammarConfig) -> int:
+    """Print both tables as they are measured."""
+    from common.engine.loading import load_engine
+
+    checkpoint = open_checkpoint(config.model or str(builtin.path()))
+    threads = ThreadPoolExecutor(1)
+    source = CompiledGrammars(
+        checkpoint.path / "tokenizer.json", checkpoint.vocab_size, checkpoint.eos_token_ids, threads
+    )
+    costs: dict[str, dict[str, float]] = {}
+    print(f"| {source.vocab_size} token ids, grammar | us per token | P99 of a mask, us |\n|---|---|---|", flush=True)
+    for name, schema in SCHEMAS.items():
+        each = list(token_costs(source, LLMatcher.grammar_from_json_schema(schema), config.tokens, 1))
+        mean = sum(seconds for seconds, _ in each) / sum(tokens for _, tokens in each)
+        costs[name] = {"token_s": mean, "mask_p99_s": float(np.quantile([seconds for seconds, _ in each], 0.99))}
+        print(f"| {name} | {1e6 * mean:.1f} | {1e6 * costs[name]['mask_p99_s']:.0f} |", flush=True)
+    threads.shutdown()
+    rows = config.streams + 1
+    engine = load_engine(
+        checkpoint, num_kv_blocks=rows * CONTEXT // 16, max_batched_tokens=rows * CONTEXT, max_num_seqs=rows,
+        batch_hint=rows,
+    )  # fmt: skip
+    found: dict[str, dict[str, float]] = {}
+    print(f"\n| {config.streams} streams beside a grammar | mean ITL | P50 | P99 | refused |\n|---|---|---|---|---|")
+    try:
+        engine.warm_up()
+        for name, grammar in HOSTILE.items():
+            found[name] = one = interference(engine, config, grammar)
+            shown = (f"{one[f'beside_{key}_s'] / one[f'plain_{key}_s'] - 1:+.1%}" for key in ("mean", "p50", "p99"))
+            print(f"| {name} | {' | '.join(shown)} | {one['refused']:.0f} |", flush=True)
+    finally:
+        engine.close()
+    if config.save:
+        results.save(Path(config.save), {"tokens": costs, "streams": config.streams, "beside": found})
+    return 0

@@ -1,0 +1,20 @@
+"""Configuration of ``tandem bench grammar``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config.bench.shared import SaveOption
+from common.config.options import count, option, positional
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchGrammarConfig(SaveOption):
+    """``tandem bench grammar``: the cost of token masks, and what hostile grammars do to the streams beside them."""
+
+    model: str = field(
+        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
+    )
+    tokens: int = option(4000, "tokens of constrained output per grammar", count(1), "load")
+    steps: int = option(2000, "decode steps with and without hostile grammars", count(10), "load")
+    streams: int = option(8, "streams without a grammar", count(1, 64), "load")
