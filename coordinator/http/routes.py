@@ -15,7 +15,7 @@ from coordinator.api.fields import JsonBudget
 from coordinator.api.openai import parse_completion
 from coordinator.api.response_encoder import ChatShape, CompletionShape
 from coordinator.api.service import ServedModel
-from coordinator.grammar.requests import for_completion
+from coordinator.grammar.requests import GrammarRequest, for_completion
 from coordinator.http.answer import answer, new_head, refuse_when_draining
 from coordinator.http.chats import ChatRequest, answer_chat, read_chat
 from coordinator.http.context import SERVICES, read_body
