@@ -101,6 +101,7 @@ class _Preparation:
         if depth and isinstance(schema.get("$id"), str):
             unsupported("is not supported: only the whole schema may have an address.", f"{path}.$id")
         _check_type(schema, path)
+        schema = _with_named_properties(schema)
         made: Schema = {}
         for keyword, value in schema.items():
             self._keyword(made, schema, keyword, value, join(path, keyword), depth + 1)
@@ -257,6 +258,23 @@ def _constrains(schema: Schema, keyword: str, value: object) -> bool:
     if keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         return value != {}
     return keyword not in _WITHOUT_EFFECT or value is not _WITHOUT_EFFECT[keyword]
+
+
+def _with_named_properties(schema: Schema) -> Schema:
+    """Return ``schema`` with ``propertyNames`` replaced by named properties or a pattern, where that says the same."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, dict) or {"properties", "patternProperties"} & schema.keys():
+        return schema
+    rest = {keyword: value for keyword, value in schema.items() if keyword != "propertyNames"}
+    value = rest.get("additionalProperties", True)
+    match {keyword: given for keyword, given in names.items() if keyword not in ("type", "title")}:
+        case {"enum": list(allowed), **others} if not others and all(isinstance(each, str) for each in allowed):
+            return {**rest, "properties": dict.fromkeys(allowed, value), "additionalProperties": False}
+        case {"pattern": str(pattern), **others} if not others:
+            return {**rest, "patternProperties": {pattern: value}, "additionalProperties": False}
+        case others if not others and names.get("type", "string") == "string":
+            return rest
+    return schema
 
 
 def _check_type(schema: Schema, path: str) -> None:

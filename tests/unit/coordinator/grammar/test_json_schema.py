@@ -15,6 +15,7 @@ from coordinator.grammar.task import Answer, Task
 from tests.unit.coordinator.grammar.matching import accepts, answer, error, random_match, verdict
 from tests.unit.coordinator.grammar.random_schemas import Generator
 
+INT = {"type": "integer"}
 KEYWORDS: list[tuple[Any, list[Any]]] = [
     ({"type": "null"}, [None, 0, "null"]),
     ({"type": "boolean"}, [True, False, 0]),
@@ -44,6 +45,12 @@ KEYWORDS: list[tuple[Any, list[Any]]] = [
         [{"xa": 1}, {"xa": 2}, {"a": 1}],
     ),
     ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{}, {"a": 1}, {"a": 1, "b": 2, "c": 3}]),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INT},
+        [{"a": 1}, {"a": ""}, {"c": 1}],
+    ),
+    ({"type": "object", "propertyNames": {"pattern": "^x"}}, [{"xa": 1}, {}, {"a": 1}]),
+    ({"type": "object", "propertyNames": {"type": "string"}}, [{"xa": 1}, {}]),
     ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, [1, "a", "ab", None]),
     ({"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 3}]}, [0, 1, 3, 4]),
     ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "x", None]),
@@ -108,7 +115,8 @@ UNSUPPORTED_SCHEMAS: list[tuple[Any, str]] = [
     ({"if": {}, "then": {}}, ".if"),
     ({"items": {"contains": {}}}, ".items.contains"),
     ({"type": "array", "uniqueItems": True}, ".uniqueItems"),
-    ({"anyOf": [{}, {"propertyNames": {}}]}, ".anyOf[1].propertyNames"),
+    ({"anyOf": [{}, {"propertyNames": {"maxLength": 3}}]}, ".anyOf[1].propertyNames"),
+    ({"properties": {}, "propertyNames": {"pattern": "x"}}, ".propertyNames"),
     ({"dependentRequired": {"a": ["b"]}}, ".dependentRequired"),
     ({"dependentSchemas": {"a": {}}}, ".dependentSchemas"),
     ({"dependencies": {"a": ["b"]}}, ".dependencies"),
