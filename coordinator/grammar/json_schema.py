@@ -267,13 +267,14 @@ def _with_named_properties(schema: Schema) -> Schema:
         return schema
     rest = {keyword: value for keyword, value in schema.items() if keyword != "propertyNames"}
     value = rest.get("additionalProperties", True)
-    match {keyword: given for keyword, given in names.items() if keyword not in ("type", "title")}:
-        case {"enum": list(allowed), **others} if not others and all(isinstance(each, str) for each in allowed):
-            return {**rest, "properties": dict.fromkeys(allowed, value), "additionalProperties": False}
-        case {"pattern": str(pattern), **others} if not others:
-            return {**rest, "patternProperties": {pattern: value}, "additionalProperties": False}
-        case others if not others and names.get("type", "string") == "string":
-            return rest
+    said = {keyword: given for keyword, given in names.items() if keyword not in ("type", "title")}
+    allowed, pattern = said.get("enum"), said.get("pattern")
+    if not said and names.get("type", "string") == "string":
+        return rest
+    if len(said) == 1 and isinstance(allowed, list) and all(isinstance(each, str) for each in allowed):
+        return {**rest, "properties": dict.fromkeys(allowed, value), "additionalProperties": False}
+    if len(said) == 1 and isinstance(pattern, str):
+        return {**rest, "patternProperties": {pattern: value}, "additionalProperties": False}
     return schema
 
 
