@@ -56,7 +56,8 @@ class Capture:
 
     def graphs(self, calls: GraphCalls) -> tuple[DecodeGraphs | None, str]:
         """Return the captured graphs and a note, or None and a note that says why there are none. If the device's
-        memory is too small for all sizes, those of half as many rows are tried."""
+        memory is too small for all sizes, those of half as many rows are tried; if a step cannot be captured for
+        another reason, which may show only with many rows, all run without."""
         if why := self._unusable():
             return None, f"{WITHOUT}{why}"
         most, started, short = min(self.rows, MAX_ROWS), perf_counter(), ""
@@ -68,7 +69,9 @@ class Capture:
                 graphs.capture()
             except RuntimeError as error:
                 self._require_agreed(error)
-                short = _described(error)
+                if why := _refusal(error):
+                    return None, f"{WITHOUT}{why}"
+                short = faults.describe(error)
             else:
                 if self.ranks is not None:
                     self.ranks.close_first(graphs.close)
@@ -84,7 +87,8 @@ class Capture:
     def measure(self, calls: GraphCalls, taken: Callable[[], int], driver_bytes: int = 0) -> GraphUse:
         """Return what all graphs would take. Only the two largest sizes are captured, and dropped again: the largest
         shows what all share, the second what each other size adds. ``taken`` returns the bytes that are taken now, and
-        ``driver_bytes`` are added for each graph that it does not count. RuntimeError if memory is too small."""
+        ``driver_bytes`` are added for each graph that it does not count. All 0 if a step cannot be captured.
+        RuntimeError if memory is too small."""
         if self._unusable():
             return GraphUse()
         before = taken()
@@ -93,7 +97,13 @@ class Capture:
             return GraphUse()
         levels = [before]
         for rows in graphs.sizes[:-3:-1]:
-            graphs.capture_size(rows)
+            try:
+                graphs.capture_size(rows)
+            except RuntimeError as error:
+                self._require_agreed(error)
+                if _refusal(error):
+                    return GraphUse()
+                raise
             faults.free_cached(self.attention.store.device)
             levels.append(taken())
         first, more = levels[1] - before, max(0, levels[-1] - levels[1])
@@ -177,9 +187,9 @@ class _PlacedAttention:
         return out
 
 
-def _described(error: RuntimeError) -> str:
-    """Return in words that memory is too small for a capture; raise ``error`` if it says something else."""
+def _refusal(error: RuntimeError) -> str:
+    """Return why a step could not be captured; "" if only memory was too small. Raises DeviceLost."""
     faults.raise_if_lost(error)
-    if not faults.is_out_of_memory(error):
-        raise error
-    return faults.describe(error)
+    if faults.is_out_of_memory(error):
+        return ""
+    return f"capture fails: {str(error).partition(chr(10))[0]}"

@@ -270,6 +270,27 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
     engine.close()
 
 
+@pytest.mark.parametrize("fine", [1, 2, 8])
+def test_without_a_capture_of_many_rows_steps_run_eagerly_and_say_why(
+    checkpoint: Callable[[str], Path], calls: LateCalls, fine: int
+) -> None:
+    """The trial, of the smallest step, succeeds: for more rows a library may choose a kernel that waits."""
+    answers = iter([""] * fine)
+    calls.refuses = lambda: next(answers, "CUDA error: operation not permitted when stream is capturing\nmore words")
+    engine = captured(load(checkpoint("llama")), calls)
+    assert engine.launch is None
+    assert note_of(engine).endswith("capture fails: CUDA error: operation not permitted when stream is capturing")
+    engine.close()
+
+
+def test_graphs_that_cannot_be_captured_take_no_memory(checkpoint: Callable[[str], Path], calls: LateCalls) -> None:
+    engine = on_late_device(load(checkpoint("llama")), calls)
+    answers = iter([""] * (1 + len(KINDS)))
+    calls.refuses = lambda: next(answers, "CUDA error: operation not permitted when stream is capturing")
+    assert engine.measure_graphs(calls, lambda: 0, 7) == GraphUse()
+    engine.close()
+
+
 def note_of(engine: ModelEngine) -> str:
     (note,) = [note for note in engine.notes if "CUDA graphs" in note]
     return note

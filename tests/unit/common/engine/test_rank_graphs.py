@@ -218,12 +218,18 @@ def test_memory_that_is_short_on_one_rank_leaves_graphs_of_fewer_rows_on_all(
     assert calls[0].replayed == calls[1].replayed != []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "fine"), [(0, 0), (1, 0), (1, 5)])
 def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(
-    model: Callable[[str], Path], late: None, calls: list[LateCalls], rank: int, caplog: pytest.LogCaptureFixture
+    model: Callable[[str], Path],
+    late: None,
+    calls: list[LateCalls],
+    rank: int,
+    fine: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     why = "CUDA error: operation failed due to a previous error during capture"
-    calls[rank].refuses = lambda: why
+    answers = iter([""] * fine)
+    calls[rank].refuses = lambda: next(answers, why)
     with captured(model("llama"), calls) as engine:
         words = "it is not possible on another rank" if rank else why
         assert note_of(engine).startswith("decode steps run without CUDA graphs: capture fails") and words in note_of(
