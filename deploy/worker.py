@@ -75,18 +75,13 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     malloc.keep_freed()
     open_files.raise_limit()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-    try:
-        machines = _devices(config)
-        _check_transport(config, machines)
-        with _ranks(config, machines) as ranks:
-            worker = build(config, checkpoint, keys or config.keys_of(config.role), machines, ranks)
-            with _borrowing(lent, others) as worker.steps.cores:
-                gc.freeze()  # the model lives as long as the process: collections need not traverse it
-                worker.run()
-    except (DeviceLost, RuntimeError) as error:
-        if (lost := _device_lost(error)) is None:
-            raise
-        _leave(lost)
+    machines = _devices(config)
+    _check_transport(config, machines)
+    with _ranks(config, machines) as ranks, _leaving_if_lost(ranks):
+        worker = build(config, checkpoint, keys or config.keys_of(config.role), machines, ranks)
+        with _borrowing(lent, others) as worker.steps.cores:
+            gc.freeze()  # the model lives as long as the process: collections need not traverse it
+            worker.run()
     if sys.modules.get("triton") is not None:
         gc.unfreeze()  # at exit its bindings complain of objects that nothing frees
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already exiting: another SIGTERM must not change the exit code
@@ -308,6 +303,20 @@ def _borrowing(lent: CoreLease | None, others: Sequence[int]) -> Iterator[CoreLe
     finally:
         library.give_back()
         lent.close()
+
+
+@contextlib.contextmanager
+def _leaving_if_lost(ranks: RankGroup | None) -> Iterator[None]:
+    """End the process if the block raises because its GPU has failed: before the exchange with the other ``ranks`` is
+    closed, which could wait for that GPU. They end with this process."""
+    try:
+        yield
+    except (DeviceLost, RuntimeError) as error:
+        if (lost := _device_lost(error)) is None:
+            raise
+        if ranks is not None:
+            ranks.report_failure()  # NCCL's error here may be what another rank's death leads to
+        _leave(lost)
 
 
 def _device_lost(error: DeviceLost | RuntimeError) -> DeviceLost | None:

@@ -147,6 +147,11 @@ class RankGroup:
         self._stack.callback(collective.close)
         return collective
 
+    def report_failure(self) -> None:
+        """Give the watch time to report that another rank has failed, if one has: this process then ends."""
+        if self._failed.wait(_LAST_WORDS_S):
+            self._thread.join(_LEAVE_S)
+
     @property
     def pids(self) -> list[int]:
         """The process ids of ranks 1 and up."""
@@ -229,8 +234,8 @@ class RankGroup:
     ) -> None:
         """Let the other ranks end, and kill those that do not. After an exception, first give the watch time to report
         the failure of another rank, which may have caused it."""
-        if error is not None and self._failed.wait(_LAST_WORDS_S):
-            self._thread.join(_LEAVE_S)
+        if error is not None:
+            self.report_failure()
         self._closing.set()
         self._waker.send(b"\0")
         self._thread.join(_LEAVE_S)

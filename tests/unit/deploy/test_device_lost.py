@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,27 @@ def test_it_says_what_happened_and_leaves(
     assert caught.value.args == (worker.DEVICE_LOST,)
     assert f"the GPU has failed: {ILLEGAL}; this worker ends" in caplog.text
     assert reported == [f"the GPU has failed: {ILLEGAL}"]
+
+
+@pytest.mark.torch
+def test_it_leaves_before_the_exchange_with_other_ranks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To close it could wait for the GPU that has failed, or raise another error."""
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def ranks(*_: Any) -> Iterator[Any]:
+        try:
+            yield SimpleNamespace(report_failure=lambda: done.append("gave another rank's failure time to be reported"))
+        except Left:
+            done.append("left")
+            raise
+        finally:
+            done.append("closed")
+
+    monkeypatch.setattr(worker, "_ranks", ranks)
+    with pytest.raises(Left):
+        run_until(DeviceLost(ILLEGAL), monkeypatch)
+    assert done == ["gave another rank's failure time to be reported", "left", "closed"]
 
 
 @pytest.mark.torch
