@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -88,6 +88,24 @@ def wait_for(device: torch.device) -> None:
     """Wait until ``device`` has computed everything that was started, and raise what went wrong in it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def sentinel(device: torch.device) -> Callable[[], None]:
+    """Return a function that raises DeviceLost if ``device`` has failed. It waits for nothing and may be called from
+    any thread, also during a capture."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+
+    def check() -> None:
+        torch.cuda.set_device(device)  # of this thread: else CUDA would take memory of another GPU
+        try:
+            event.query()
+        except RuntimeError as error:
+            raise DeviceLost(_first_line(error)) from error
+
+    return check
 
 
 def _is_of_cuda(error: BaseException) -> bool:

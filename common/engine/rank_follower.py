@@ -19,7 +19,7 @@ from common.core.ids import BlockId
 from common.engine.batch import FlatStep
 from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_steps import uploaded
-from common.engine.faults import SMALLER_POOL, shortage_in_words, wait_for
+from common.engine.faults import SMALLER_POOL, sentinel, shortage_in_words, wait_for
 from common.engine.gpu_memory import UseMeter, no_room_for_graphs, taken
 from common.engine.graph_calls import CudaCalls
 from common.engine.graph_capture import Capture, GraphUse
@@ -142,6 +142,7 @@ class _Follower:
     @torch.inference_mode()
     def run(self) -> None:
         """Do what rank 0 asks for until it leaves."""
+        self._followed.watch(sentinel(self._where))
         for message in self._followed.messages():
             match message:
                 case Step(packed):

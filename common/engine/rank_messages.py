@@ -7,7 +7,7 @@ Imports no torch. Must not know how messages travel (:mod:`deploy.ranks.channel`
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -144,6 +144,10 @@ class Followed(Protocol):
 
     def messages(self) -> Iterator[RankMessage]:
         """Yield each message; end when rank 0 leaves."""
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` regularly from another thread, and end this rank if it raises DeviceLost: its own thread may
+        wait for a message that rank 0, which waits for this rank's GPU, cannot send."""
 
     def ready(self, slab: Slab | None) -> None:
         """Answer NewPool: this rank can compute with the pool. On a GPU with its slab, whose descriptor is then

@@ -28,7 +28,7 @@ import os
 import socket
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from common.core.errors import StartError
 from common.engine.rank_messages import (
@@ -203,6 +203,9 @@ class FollowerChannel:
                 return MeasureGraphs(*numbers)
         assert kind == _CAPTURE
         return CaptureGraphs(*numbers)
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Do nothing: a subclass has the thread for it."""
 
     def ready(self, slab: Slab | None) -> None:
         if slab is None:

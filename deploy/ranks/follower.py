@@ -13,12 +13,13 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
 
 from common.config.worker import WorkerConfig
-from common.core.errors import StartError
+from common.core.errors import DeviceLost, StartError
 from common.engine.rank_messages import Slab
 from common.platform import device, gpu, malloc, threads
 from common.platform.log import setup_logging
@@ -29,23 +30,29 @@ from deploy.ranks.channel import FollowerChannel
 from deploy.ranks.group import LOADED, PONG, RankLaunch
 
 log = logging.getLogger("tandem.ranks")
+_LOOK = "see nvidia-smi and the kernel's log if it happens again"
 
 
 class Watched:
     """This rank's end of the watch socket: a thread answers rank 0's pings, and methods send reports. The process exits
-    when rank 0 closes the socket."""
+    when rank 0 closes the socket. ``check`` is called before each answer; DeviceLost ends this rank."""
 
-    def __init__(self, own: socket.socket) -> None:
-        self._socket = own
+    def __init__(self, own: socket.socket, rank: str) -> None:
+        self._socket, self._rank = own, rank
+        self.check: Callable[[], None] = lambda: None
         threading.Thread(target=self._answer, name="rank-watch", daemon=True).start()
 
     def _answer(self) -> NoReturn:
         threads.answer()
         try:
             while self._socket.recv(1):
+                self.check()
                 self._socket.send(PONG)
         except OSError:
             pass
+        except DeviceLost as lost:
+            log.critical("the GPU has failed: %s; this rank ends, and with it the worker", lost)
+            self.fail(StartError(f"the GPU of {self._rank} has failed", str(lost), _LOOK))
         os._exit(0)  # rank 0 has ended, and the main thread may wait for it in the middle of a step
 
     def loaded(self) -> None:
@@ -59,12 +66,15 @@ class Watched:
             signal.pause()
 
 
-class _Channel(FollowerChannel):
-    """Reports to the watch once the rank can compute."""
+class Channel(FollowerChannel):
+    """Reports to the watch once the rank can compute, and lets it check the GPU."""
 
     def __init__(self, own: socket.socket, watched: Watched) -> None:
         super().__init__(own)
         self._watched = watched
+
+    def watch(self, check: Callable[[], None]) -> None:
+        self._watched.check = check
 
     def ready(self, slab: Slab | None) -> None:
         self._watched.loaded()
@@ -91,7 +101,7 @@ def run(launch: RankLaunch, watched: Watched) -> None:
     follow(
         open_checkpoint(config.model, config.revision, config.trust_remote_code),
         connect(launch.rank, launch.size, wiring, machine),
-        _Channel(socket.socket(fileno=launch.steps), watched),
+        Channel(socket.socket(fileno=launch.steps), watched),
         machine=machine,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
@@ -116,7 +126,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     setup_logging(launch.config["log_level"], launch.config["log_format"], label)
-    watched = Watched(socket.socket(fileno=launch.watch))
+    watched = Watched(socket.socket(fileno=launch.watch), f"rank {launch.rank} of {launch.size}")
     try:
         run(launch, watched)
     except StartError as error:

@@ -306,3 +306,27 @@ def _fail_once(sample: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def test_a_device_that_has_failed_is_found_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True, False, RuntimeError("CUDA error: an illegal memory access was encountered\nmore words")]
+    asked: list[torch.device] = []
+
+    class Event:
+        def record(self, stream: object) -> None: ...
+
+        def query(self) -> bool:
+            if isinstance(answer := answers.pop(0), RuntimeError):
+                raise answer
+            return bool(answer)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    device = torch.device("cuda:3")
+    check = faults.sentinel(device)
+    check()
+    check()  # work is under way
+    with pytest.raises(DeviceLost, match="^CUDA error: an illegal memory access was encountered$"):
+        check()
+    assert asked == [device] * 3, "another GPU would give memory to a thread that names none"

@@ -28,6 +28,7 @@ from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.device_calls import DeviceBuffer, DeviceFailed
 from common.kv.storage.slab import SlabStore
 from common.model import gpu_layers
+from deploy.ranks.channel import FollowerChannel
 from tests.fakes.device_calls import FakeDevice
 from tests.fakes.stand_in_gpu import MIB
 from tests.models import make_model, spread_kv
@@ -296,3 +297,19 @@ def test_the_drivers_calls_are_made_once_per_gpu(monkeypatch: pytest.MonkeyPatch
     where = torch.device("cuda:1")
     assert pool.device_calls(where) is rank_pools.device_calls(where) and opened == [1]
     pool.device_calls.cache_clear()
+
+
+def test_another_rank_lets_its_gpu_be_checked(
+    gpus: list[FakeDevice], model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own thread waits for messages, and would not notice that the GPU has failed."""
+    checks: list[Callable[[], None]] = []
+
+    def check() -> None:
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(rank_follower, "sentinel", lambda where: check)
+    monkeypatch.setattr(FollowerChannel, "watch", lambda channel, check: checks.append(check))
+    with split_engine(model("llama"), 2, gpu=True) as engine:
+        engine.logits(BATCH)
+        assert checks == [check]
