@@ -131,10 +131,17 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
 def require_equal(
     checkpoint: Checkpoint, ours: torch.Tensor, eager: torch.Tensor, how: str, tolerance: float | None = None
 ) -> None:
-    """Raise StartError unless the logits [rows, vocab] agree within ``tolerance`` (default: what their dtype allows);
-    ``how`` describes in the error's text how ``ours`` were computed."""
+    """Raise StartError unless the logits [rows, vocab] agree within ``tolerance``, given for a model that is
+    rounded to 8 bits (default: what their dtype allows); ``how`` describes in the error's text how ``ours`` were
+    computed."""
     off = deviation(ours, eager)
-    if not off <= (TOLERANCE[eager.dtype] if tolerance is None else tolerance):
+    if tolerance is not None and not off <= tolerance:
+        raise StartError(
+            f"cannot serve {checkpoint.name} in 8 bits",
+            f"its logits are off by {off:.2g} standard deviations, more than {tolerance:g}",
+            "leave out --quantization and --kv-cache-dtype, or choose another model",
+        )
+    if tolerance is None and not off <= TOLERANCE[eager.dtype]:
         raise _unfit(checkpoint, f"{how} its logits are off by {off:.2g} standard deviations")
 
 

@@ -135,14 +135,17 @@ def usable_gpus(wanted: str, *, and_after: bool = False) -> tuple[list[Gpu], str
     except NoGpu as error:
         if wanted == "auto":
             return [], f"computing on the CPU: {error}" if is_driver_loaded() else ""
-        raise StartError(
-            f"--device {wanted} cannot be used", str(error), "give --device cpu, or make the GPU visible"
-        ) from None
+        todo = "make the GPU visible (nvidia-smi -L and CUDA_VISIBLE_DEVICES), or give --device cpu"
+        raise StartError(f"--device {wanted} cannot be used", str(error), todo) from None
     if not has_cuda():
         why = "torch is built without CUDA"
         if wanted == "auto":
             return [], f"computing on the CPU though there is a GPU ({gpus[0].name}): {why}"
-        raise StartError(f"--device {wanted} cannot be used", why, "install a torch with CUDA, or give --device cpu")
+        raise StartError(
+            f"--device {wanted} cannot be used",
+            why,
+            "install torch's build for CUDA (make clean up), or give --device cpu",
+        )
     if wanted.startswith("cuda:"):
         known = _listed(gpus)
         number = int(wanted.removeprefix("cuda:"))

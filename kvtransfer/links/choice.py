@@ -52,7 +52,9 @@ def require_transport(transport: str, kind: Literal["host", "cuda"], ranks: int,
     which is in this kind of memory."""
     if kind == "host" and transport in (cuda_ipc.NAME, nccl.NAME):
         raise StartError(
-            f"--kv-transport {transport} needs a GPU", "the KV of this worker is in host memory", "use another one"
+            f"--kv-transport {transport} needs a GPU",
+            "this worker computes on the CPU, and its KV is in host memory",
+            "use auto (shared memory on one host, else ZeroMQ), or see why there is no GPU with --device cuda",
         )
     if kind == "cuda" and (transport == nixl.NAME or (transport == shm.NAME and sends)):
         raise StartError(

@@ -327,6 +327,6 @@ def test_a_device_that_has_failed_is_found_without_waiting(monkeypatch: pytest.M
     check = faults.sentinel(device)
     check()
     check()  # work is under way
-    with pytest.raises(DeviceLost, match="^CUDA error: an illegal memory access was encountered$"):
+    with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
         check()
     assert asked == [device] * 3, "another GPU would give memory to a thread that names none"
