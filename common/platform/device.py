@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Literal
 
 from common.core.errors import StartError
 from common.kv.layout import KvDtype
-from common.platform.gpu import Gpu, GpuGone, NoGpu, is_driver_loaded, out_of_reach, visible_gpus
+from common.platform.gpu import Gpu, GpuGone, NoGpu, is_driver_loaded, newest_cuda, out_of_reach, visible_gpus
 from common.platform.memory import free_memory
 
 _SPINS = "4000"
@@ -27,6 +28,8 @@ operations of a step. With far more, a waiting thread could occupy the only core
 can run, while another process has that thread's own core."""
 _FREE = 0.9
 """Part of a GPU's memory that is free if nothing else uses the GPU."""
+_CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.", re.MULTILINE)
+"""The line of torch's version file with the version of CUDA."""
 _FIRST_WITH_BF16 = (8, 0)
 """Compute capability from which on GPUs multiply bfloat16."""
 
@@ -137,15 +140,11 @@ def usable_gpus(wanted: str, *, and_after: bool = False) -> tuple[list[Gpu], str
             return [], f"computing on the CPU: {error}" if is_driver_loaded() else ""
         todo = "make the GPU visible (nvidia-smi -L and CUDA_VISIBLE_DEVICES), or give --device cpu"
         raise StartError(f"--device {wanted} cannot be used", str(error), todo) from None
-    if not has_cuda():
-        why = "torch is built without CUDA"
+    if misfit := _misfit_of_torch():
+        why, todo = misfit
         if wanted == "auto":
             return [], f"computing on the CPU though there is a GPU ({gpus[0].name}): {why}"
-        raise StartError(
-            f"--device {wanted} cannot be used",
-            why,
-            "install torch's build for CUDA (make clean up), or give --device cpu",
-        )
+        raise StartError(f"--device {wanted} cannot be used", why, f"{todo}, or give --device cpu")
     if wanted.startswith("cuda:"):
         known = _listed(gpus)
         number = int(wanted.removeprefix("cuda:"))
@@ -163,6 +162,30 @@ def has_cuda() -> bool:
     return (
         found is not None and found.origin is not None and (Path(found.origin).parent / "lib/libtorch_cuda.so").exists()
     )
+
+
+def cuda_of_torch() -> int | None:
+    """Return the major version of CUDA for which torch, which is not imported here, is built; None if it is unknown."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text("utf-8")
+    except OSError:
+        return None
+    built = _CUDA_OF_TORCH.search(text)
+    return int(built[1]) if built else None
+
+
+def _misfit_of_torch() -> tuple[str, str] | None:
+    """Return why torch cannot compute on the GPUs that the driver shows, and what to do; None if it can. A driver
+    serves all versions of CUDA up to its own major one."""
+    if not has_cuda():
+        return "torch is built without CUDA", "install torch's build for CUDA (make clean up)"
+    if (wanted := cuda_of_torch()) is None or (newest := newest_cuda()) is None or newest >= wanted:
+        return None
+    why = f"torch is built for CUDA {wanted}, and the NVIDIA driver serves CUDA {newest} at most"
+    return why, f"install a newer driver, or torch's build for CUDA {newest}"
 
 
 def probe_gpu(gpu: Gpu) -> Device:

@@ -91,6 +91,13 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
             raise NoGpu(f"the NVIDIA driver does not answer: {error}") from None
 
 
+def newest_cuda() -> int | None:
+    """Return the newest major version of CUDA that the driver serves; None if it does not say."""
+    with contextlib.suppress(NoGpu), nvml() as library, contextlib.suppress(library.NVMLError):
+        return int(library.nvmlSystemGetCudaDriverVersion_v2()) // 1000
+    return None
+
+
 def out_of_reach(gpus: Sequence[Gpu]) -> str:
     """Return which of ``gpus`` the first one cannot read and write over NVLink or PCIe, in words; "" if there is none,
     or if the driver does not say. Raises NoGpu if it does not answer any more."""

@@ -68,6 +68,9 @@ def install(patch: pytest.MonkeyPatch, gpus: list[FakeGpu], parts: list[FakeGpu]
         return int(kind == module.NVML_P2P_CAPS_INDEX_WRITE and other.uuid in one.apart)
 
     module.NVMLError, module.starts = NVMLError, 0
+    module.cuda = 13020
+    """What the driver says of the newest CUDA that it serves: 13.2."""
+    module.nvmlSystemGetCudaDriverVersion_v2 = lambda: module.cuda
     module.NVML_P2P_CAPS_INDEX_READ, module.NVML_P2P_CAPS_INDEX_WRITE = 0, 1
     module.NVML_P2P_STATUS_OK, module.NVML_P2P_STATUS_UNKNOWN = 0, 6
     module.nvmlDeviceGetP2PStatus = p2p_status

@@ -111,6 +111,22 @@ def test_a_torch_without_cuda_computes_on_the_cpu_or_is_refused(gpus: None, monk
         choose("cuda:0")
 
 
+@pytest.mark.parametrize(("built", "served", "fits"), [(13, 12080, False), (13, 13000, True), (None, 12080, True)])
+def test_a_driver_too_old_for_torch_is_told_from_one_that_serves_it(
+    gpus: None, built: int | None, served: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cuda_of_torch", lambda: built)
+    monkeypatch.setattr(sys.modules["pynvml"], "cuda", served)
+    found, reason = choose("auto")
+    assert found.kind == ("cuda" if fits else "cpu")
+    if fits:
+        return
+    assert "CUDA 13, and the NVIDIA driver serves CUDA 12 at most" in reason
+    with pytest.raises(StartError) as caught:
+        choose("cuda:0")
+    assert "newer driver" in caught.value.todo and "--device cpu" in caught.value.todo
+
+
 def test_without_a_driver_the_cpu_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_DRIVERS", (Path("/no/such/file"),))
     found, reason = choose("auto")
@@ -128,6 +144,12 @@ def test_a_torch_with_cuda_is_recognised_by_its_library(tmp_path: Path, monkeypa
     assert not device.has_cuda()
     (package / "lib" / "libtorch_cuda.so").touch()
     assert device.has_cuda()
+    assert device.cuda_of_torch() is None
+    version = package / "version.py"
+    version.write_text("__all__ = ['cuda']\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")
+    assert device.cuda_of_torch() == 13
+    version.write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    assert device.cuda_of_torch() is None
 
 
 @pytest.mark.parametrize(
