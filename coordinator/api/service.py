@@ -92,7 +92,8 @@ class ServedModel:
                 f"{self.name} was made for {checkpoint.position_limit} tokens",
                 f"give at most {checkpoint.position_limit}",
             )
-        self._settings = f"{self.defaults}{config.chat_template}{self._limit}"
+        parsers = f"{config.tool_call_parser} {config.reasoning_parser}"  # calls are constrained to their format
+        self._settings = f"{self.defaults}{config.chat_template}{self._limit}{parsers}"
         self._most_repeated = config.max_body_bytes
         self._most_templated = max(MOST_TEMPLATED, config.max_body_bytes * 3 // 2)
         self._lanes = Lanes()

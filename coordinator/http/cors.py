@@ -16,7 +16,7 @@ METHODS = "GET, POST, OPTIONS"
 EXPOSED = ", ".join(
     (
         "x-request-id", "request-id", "retry-after", "retry-after-ms", "www-authenticate",
-        "x-tandem-path", "x-tandem-prefill", "x-tandem-decode", "x-tandem-ignored",
+        "x-tandem-path", "x-tandem-prefill", "x-tandem-decode", "x-tandem-ignored", "x-tandem-tools",
     )
 )  # fmt: skip
 """Response headers that a page may read."""
