@@ -92,6 +92,10 @@ gpu: $(if $(PYTHON),,$(VENV)/.installed) ## check the kernels and measure G1 to 
 bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=PROGRAM) report what tandem bench serve reports?
 	@$(BIN)/tandem bench crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
+.PHONY: lm-eval
+lm-eval: $(VENV)/.installed-test .cache/lm-eval/bin/lm-eval ## does lm-eval get the same log-likelihoods from tandem up as from transformers? (minutes)
+	@$(BIN)/python -m pytest -n0 tests/e2e/test_lm_eval.py
+
 install: $(VENV)/.installed ## only set up the environment
 
 clean: ## remove the environment and all caches
@@ -139,6 +143,14 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@echo "installing GuideLLM, in an environment of its own"
 	@$(BIN)/python -m venv .cache/guidellm
 	@.cache/guidellm/bin/python -m pip -qq --disable-pip-version-check --no-input install guidellm==0.8.1
+
+# Half a gigabyte. torch and transformers are those of $(VENV), which the .pth file adds to its search path.
+.cache/lm-eval/bin/lm-eval: $(VENV)/.installed
+	@echo "installing lm-eval, in an environment of its own beside $(VENV)"
+	@$(BIN)/python -m venv .cache/lm-eval
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$(.cache/lm-eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@.cache/lm-eval/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-compile 'lm-eval[api,hf]==0.4.13'
 
 # For tests that compile the kernels with the Triton of torch 2.11; without it they are skipped.
 .cache/triton-3.6.0: $(BIN)/python

@@ -41,6 +41,7 @@ NOT_FAST_MODULES = frozenset(
         *(
             "unit/common/engine/test_logits",
             "unit/common/engine/test_parallel",
+            "unit/common/engine/test_prompt_scores",
             "unit/common/engine/test_step",
             "unit/common/kernels/test_core_lease",
             "unit/common/kernels/test_layers",
