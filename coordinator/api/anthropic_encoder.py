@@ -38,13 +38,13 @@ def anthropic_error(error: RequestError, request_id: str | None = None) -> Json:
 
 
 class MessagesShape:
-    """The shape of POST /v1/messages."""
+    """The shape of POST /v1/messages. ``max_tokens``: what the client asked for."""
 
     needs_pieces = True
     keepalive = named_event("ping", {})
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, head: Head, max_tokens: int) -> None:
+        self._head, self._max_tokens = head, max_tokens
         self._reader = BlockReader()
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -85,7 +85,7 @@ class MessagesShape:
         cut = choice.finish_reason == "length"
         steps = [*self._reader.push(choice.rest), *self._reader.finish(cut=cut)]
         if cut:
-            reason = "max_tokens"
+            reason = "max_tokens" if len(choice.ids) >= self._max_tokens else "model_context_window_exceeded"
         elif choice.stop_string is not None:
             reason = "stop_sequence"
         else:

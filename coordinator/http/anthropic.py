@@ -35,8 +35,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
         return read_chat(model, body, "messages")
 
     chat = await read_body(request, read, templated=True)
+    chat.capped = True  # clients must send max_tokens, and most send more than small models can hold
     request[EXTRA_HEADERS] = {ANTHROPIC_REQUEST_ID: request[REQUEST_ID]}
-    return await answer_chat(request, arrived_at, chat, "messages", MessagesShape(new_head("msg_", model)))
+    shape = MessagesShape(new_head("msg_", model), chat.options.sampling.max_tokens or 0)
+    return await answer_chat(request, arrived_at, chat, "messages", shape)
 
 
 @routes.post("/v1/messages/count_tokens")

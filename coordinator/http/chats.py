@@ -5,7 +5,7 @@ The modules with the routes parse a body into a :class:`~coordinator.requests.sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -25,13 +25,15 @@ UNPARSED_TOOLS = {"x-tandem-tools": "unparsed"}
 @dataclass(slots=True)
 class ChatRequest:
     """A chat as it was read. ``reading``: how outputs are parsed. ``unparsed``: whether calls stay in the content.
-    ``grammar``: what the grammar of outputs depends on."""
+    ``grammar``: what the grammar of outputs depends on. ``capped``: whether a ``max_tokens`` beyond the context means
+    what fits; otherwise it is refused."""
 
     options: Options
     text: ChatText | None
     reading: OutputReading | None
     unparsed: bool
     grammar: GrammarRequest | None
+    capped: bool = False
 
     def take_text(self) -> ChatText:
         """Return the rendered chat, once, so that its memory is released when it is tokenized."""
@@ -61,5 +63,8 @@ async def answer_chat(
     if chat.unparsed:
         request[EXTRA_HEADERS] = {**request.get(EXTRA_HEADERS, {}), **UNPARSED_TOOLS}
     grammar = await model.grammar(chat.take_grammar())
-    prompts = [await model.chat_prompt(chat.take_text(), field)]
-    return await answer(request, arrived_at, prompts, field, chat.options, shape, grammar, chat.reading)
+    prompt = await model.chat_prompt(chat.take_text(), field)
+    options = chat.options
+    if chat.capped and (options.sampling.max_tokens or 0) > model.context_length - len(prompt):
+        options = replace(options, sampling=replace(options.sampling, max_tokens=None))
+    return await answer(request, arrived_at, [prompt], field, options, shape, grammar, chat.reading)

@@ -35,6 +35,7 @@ class Ended:
     finish_reason: str = "stop"
     stop_string: str | None = None
     rest: Delta = field(default_factory=Delta)
+    ids: Sequence[int] = range(7)
 
 
 def deltas_of(seed: int) -> list[Delta]:
@@ -105,10 +106,10 @@ def test_the_events_of_a_response_come_in_order_and_give_the_whole_answer(seed: 
 def test_the_events_of_a_message_come_in_order_and_give_the_whole_answer(seed: int) -> None:
     ended, deltas = ENDS[seed % len(ENDS)], deltas_of(seed)
     machine = MessagesMachine()
-    for event in streamed(MessagesShape(HEAD), deltas, ended):
+    for event in streamed(MessagesShape(HEAD, 7), deltas, ended):
         machine.accept(event)
     assert machine.state == "end"
-    assert whole(MessagesShape(HEAD), deltas, ended) == machine.message
+    assert whole(MessagesShape(HEAD, 7), deltas, ended) == machine.message
 
 
 def test_the_members_of_a_response() -> None:
@@ -134,11 +135,12 @@ def test_the_members_of_a_response() -> None:
     [
         (Ended(), "end_turn", None),
         (Ended("length"), "max_tokens", None),
+        (Ended("length", ids=range(6)), "model_context_window_exceeded", None),
         (Ended("stop", "END"), "stop_sequence", "END"),
     ],
 )
 def test_why_a_message_ended(ended: Ended, reason: str, sequence: str | None) -> None:
-    body = whole(MessagesShape(HEAD), [Delta("a")], ended)
+    body = whole(MessagesShape(HEAD, 7), [Delta("a")], ended)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
     assert body["usage"]["input_tokens"] == 6 and body["usage"]["cache_read_input_tokens"] == 4
     assert body["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
@@ -146,7 +148,7 @@ def test_why_a_message_ended(ended: Ended, reason: str, sequence: str | None) ->
 
 @pytest.mark.parametrize("finish", ["tool_calls", "stop"])
 def test_a_message_with_a_call_ended_for_it(finish: str) -> None:
-    body = whole(MessagesShape(HEAD), [Delta(calls=[CallDelta(0, "call_1", "f", '{"a":1}')])], Ended(finish))
+    body = whole(MessagesShape(HEAD, 7), [Delta(calls=[CallDelta(0, "call_1", "f", '{"a":1}')])], Ended(finish))
     assert body["stop_reason"] == "tool_use"
     assert body["content"] == [{"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}]
 
@@ -170,7 +172,7 @@ def test_a_token_may_end_one_block_and_begin_others() -> None:
 @pytest.mark.parametrize("deltas", [[], [Delta("a")]])
 def test_a_stream_that_fails(deltas: list[Delta]) -> None:
     error = RequestError("The workers are gone.", status=500, type="server_error", code="worker_lost")
-    shape, messages = responses_shape(), MessagesShape(HEAD)
+    shape, messages = responses_shape(), MessagesShape(HEAD, 7)
     choice = cast(Choice, Ended())
     machine, other = ResponsesMachine(), MessagesMachine()
     pieces = [Piece(delta.content, 0, None, delta) for delta in deltas]

@@ -22,6 +22,8 @@ from tests.unit.coordinator.fake_cluster import FakeCluster, letters, open_clust
 from tests.unit.coordinator.http.test_keepalive import Gate
 from tests.unit.coordinator.http.test_parsed_answers import CALL, OPENS, OTHER, PLAIN, REASONS
 
+pytestmark = pytest.mark.processes  # tools have grammars, which a process compiles
+
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FLAT: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
@@ -176,6 +178,23 @@ async def test_messages_of_text(plain: FakeCluster) -> None:
     _, stopped = await plain.post(MESSAGES, {**SAID, "stop_sequences": ["x", "the"]})
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "the")
     assert stopped["content"][0]["text"] == "Hi "
+
+
+async def test_more_tokens_than_fit_mean_what_fits(plain: FakeCluster) -> None:
+    """Clients must send max_tokens, and most send more than a small model holds."""
+    await write(plain, "Hi " * 2000)
+    _, counted = await plain.post(COUNT, SAID)
+    for stream in (False, True):
+        body = {**SAID, "max_tokens": 100_000}
+        if stream:
+            shown = (await streamed(plain, MESSAGES, body, MessagesMachine())).message
+        else:
+            _, shown = await plain.post(MESSAGES, body)
+        assert shown["stop_reason"] == "model_context_window_exceeded"
+        length = plain.services.model.context_length
+        assert shown["usage"]["output_tokens"] == length - counted["input_tokens"]
+    response, shown = await plain.post(MESSAGES, {**SAID, "system": "x" * 3000})
+    assert response.status == 400 and "maximum context length" in shown["error"]["message"]
 
 
 async def test_messages_with_calls(plain: FakeCluster) -> None:
