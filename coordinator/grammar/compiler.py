@@ -1,7 +1,7 @@
 """Screening of grammars from the coordinator's side: one child process, a queue, and a cache by content.
 
 A task that several requests wait for is screened once. Verdicts are kept: grammars until the cache is full, errors for
-a minute. The child (:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
+20 s. The child (:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SLOTS = 4
 """Grammars that are screened at the same time, so that a few hostile ones do not hold up others."""
 MAX_WAITING = 64
 """Grammars that may wait for a slot; more are refused with 429."""
-GRACE_S = 3.0
+GRACE_S = 8.0
 """Seconds beyond SECONDS after which a screening process that has not answered is taken to hang."""
 CACHE_BYTES, CACHE_ENTRIES = 32 << 20, 1024
-ERROR_S = 60.0
+ERROR_S = 20.0
 """Seconds for which an error is kept."""
 
 

@@ -58,7 +58,7 @@ def for_chat(body: ChatBody, form: OutputFormat, thinking: bool) -> GrammarReque
         answer=None if given is None else _answer(given),
         tools=tools,
         forced=forced,
-        parallel=use is None or use.parallel,
+        parallel=use is None or (use.parallel and use.choice != "named"),  # a named function is called once
         tool_format=form.tools if tools else None,
         reasoning=form.reasoning,
         thinking=thinking,

@@ -16,12 +16,13 @@ class ModelVocabulary:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids = {
-            tokenizer.decode_bytes([token]).decode("utf-8", "replace"): token
-            for token in range(tokenizer.vocab_size)
-            if tokenizer.is_special_token(token)
-        }
-        longest_first = sorted(map(re.escape, filter(None, self._ids)), key=len, reverse=True)
+        self._ids: dict[str, int] = {}
+        for token in filter(tokenizer.is_special_token, range(tokenizer.vocab_size)):
+            text = tokenizer.decode_bytes([token]).decode("utf-8", "replace")
+            # llguidance marks control tokens by a byte FF, with which ordinary tokens of bytes may begin too
+            if tokenizer.tokenize_str(text, parse_special=True) == [token]:
+                self._ids[text] = token
+        longest_first = sorted(map(re.escape, self._ids), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first)) if longest_first else None
 
     def control_id(self, text: str) -> int | None:

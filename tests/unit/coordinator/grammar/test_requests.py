@@ -56,7 +56,13 @@ def test_a_completion_has_its_constraint_alone() -> None:
         ),
         (
             {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            Task(tools=(Tool("g", SCHEMA, 0),), forced=True, tool_format=FORM.tools, reasoning=FORM.reasoning),
+            Task(
+                tools=(Tool("g", SCHEMA, 0),),
+                forced=True,
+                parallel=False,
+                tool_format=FORM.tools,
+                reasoning=FORM.reasoning,
+            ),
             False,
         ),
         (

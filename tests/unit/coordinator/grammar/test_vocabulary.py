@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from coordinator.grammar.vocabulary import ModelVocabulary
 from tests.tiny_tokenizers import CONTROL, ORDINARY, UNMARKED, byte_level_bpe, sentencepiece_bpe
@@ -34,6 +36,19 @@ def test_special_tokens_and_those_in_angle_brackets_are_control_tokens(model: LL
     (token,) = model.tokenize_str(PLAIN, parse_special=True)
     plain = LLMatcher(model, f'start: "{PLAIN}"', log_level=0)
     assert plain.consume_token(token) and plain.is_accepting()
+
+
+def test_a_token_that_begins_with_the_byte_ff_is_no_control_token() -> None:
+    settings = json.loads(byte_level_bpe().to_str())
+    settings["model"]["vocab"]["\u00fff"] = 499 + 1  # the letter of byte FF, and an f
+    settings["model"]["merges"].append(["\u00ff", "f"])
+    for token in settings["added_tokens"]:
+        token["id"] += 1
+    model = LLTokenizer(Tokenizer.from_str(json.dumps(settings)).to_str())
+    assert model.is_special_token(500)
+    vocabulary = ModelVocabulary(model)
+    assert vocabulary.control_id("f") is None and vocabulary.split("<function=") == ["<function="]
+    assert vocabulary.control_id("<think>") is not None
 
 
 def test_control_tokens_that_a_text_spells_are_found(model: LLTokenizer) -> None:
