@@ -239,6 +239,7 @@ def _load(
         dtype=config.dtype,
         quantization=config.quantization,
         enforce_eager=config.enforce_eager,
+        decodes=config.role != "prefill",
         gpu_fusion=config.fused_parts,
         attention=Wanted(config.attention, config.prefill_attention, config.decode_attention, config.decode_splits),
         kv_cache_dtype=config.kv_cache_dtype,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 
 from common.attention.registry import AUTO, Wanted, select_backend
@@ -53,6 +54,7 @@ def load_engine(
     quantization: Literal["none", "int8", "fp8"] = "none",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     enforce_eager: bool = False,
+    decodes: bool = True,
     gpu_fusion: Sequence[str] = PARTS,
     leader: Leader | None = None,
 ) -> ModelEngine:
@@ -60,8 +62,9 @@ def load_engine(
     here. With ``leader`` this process is rank 0 of a tensor-parallel worker.
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode), for which oneDNN packs
-    weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``
-    (default: :func:`common.platform.memory.kv_budget`, on a GPU what weights and activations leave of ``gpu_share``).
+    weights where it is used. Only an engine that ``decodes`` has CUDA graphs. The pool has ``num_kv_blocks`` blocks if
+    given, else as many as fit into ``kv_bytes`` (default: :func:`common.platform.memory.kv_budget`, on a GPU what
+    weights and activations leave of ``gpu_share``).
     Rotary variants that look at the whole batch are frozen for ``max_model_len`` if given, else for the model's own
     length (never for what the pool holds), so that workers with pools of different sizes agree.
     """
@@ -81,7 +84,7 @@ def load_engine(
     layout = _layout(checkpoint, ready, stored, block_size, leader)
     scales = _scales(ready, layout, leader)
     make = partial(_make_engine, checkpoint, ready, layout, scales, chosen, machine, attention, leader)
-    graph_calls = partial(CudaCalls, ready.where) if ready.where.type == "cuda" else None
+    graph_calls = _graph_calls(ready.where) if decodes else None
     if machine.gpu is not None and kv_bytes is None and num_kv_blocks is None:
         largest, calls = (max_batched_tokens, max_num_seqs), None if enforce_eager else graph_calls
         room = _measured_room(make, largest, checkpoint, ready, layout, share, max_model_len, calls, leader)
@@ -96,6 +99,11 @@ def load_engine(
     elif graph_calls is not None:
         engine.capture_graphs(graph_calls())
     return engine
+
+
+def _graph_calls(where: torch.device) -> Callable[[], GraphCalls] | None:
+    """Return what makes the calls with which graphs are captured on ``where``; None on a device without graphs."""
+    return partial(CudaCalls, where) if where.type == "cuda" else None
 
 
 def _measured_room(

@@ -18,6 +18,7 @@ from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request
 from common.core.sequence import Batch, Segment, Sequence
+from common.engine import loading
 from common.engine.cuda_graphs import KINDS, sizes_of
 from common.engine.gpu_memory import measure_use
 from common.engine.graph_capture import DRIVER_BYTES
@@ -99,6 +100,23 @@ def test_memory_of_graphs_is_measured_or_on_a_shared_gpu_estimated(
     (use,) = measure_use(lambda: trial, torch.device("cpu"), 64, 4, lambda: calls, alone)
     assert (use.graphs, use.graph_rows) == (40 * MIB if alone else DRIVER_BYTES * kinds * sizes, 4)
     assert (use.weights, use.activations, use.total) == (99 * MIB, 300 * MIB, 2048 * MIB)
+
+
+def test_only_an_engine_that_decodes_has_graphs(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a prefill worker would take memory from its pool and seconds of its start for nothing."""
+    made: list[LateCalls] = []
+
+    def calls() -> LateCalls:
+        made.append(LateCalls())
+        return made[-1]
+
+    monkeypatch.setattr(loading, "_graph_calls", lambda where: calls)
+    load(max_model_len=256)
+    assert len(made) == 2, "to measure them, and to capture them"
+    load(max_model_len=256, decodes=False)
+    assert len(made) == 2
 
 
 def test_tokens_equal_those_of_transformers(
