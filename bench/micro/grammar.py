@@ -2,8 +2,9 @@
 
 First each grammar constrains one output after another, whose tokens are drawn at random from those that are allowed:
 the time per token is that of following it, of the tokens that it forces, and of the next mask. Then one engine decodes
-plain streams and one more sequence. This is plain as well, or constrained by a hostile grammar, and another one takes
-its place as soon as it fails or ends. The two kinds run in turn, in rounds, so that both see the same machine.
+plain streams and one more sequence: a plain one, or in every other round one that a hostile grammar constrains. When
+that fails or ends, a plain one takes its place, until the next such round. So both kinds of rounds see the same
+machine, and hostile requests come one after another, as often as rounds are long.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.load import results
 from common import builtin
 from common.checkpoint.files import open_checkpoint
 from common.config.bench.grammar import BenchGrammarConfig
+from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import FinishReason, Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
@@ -30,7 +32,7 @@ from common.engine.runner import ModelEngine
 from common.grammar.compiled import CompiledGrammars
 from common.grammar.masks import SequenceGrammar
 
-CONTEXT, PROMPT, ROUNDS = 256, 32, 20
+CONTEXT, PROMPT, ROUND_S = 256, 32, 1.0
 LONGEST = CONTEXT - PROMPT
 _PERSON: dict[str, Any] = {
     "type": "object",
@@ -74,8 +76,7 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
         one.compute([])
         while sequence.finish is FinishReason.RUNNING and one.refusal is None:
             bits = np.unpackbits(one.mask.view(np.uint8), bitorder="little")
-            sequence.append(int(rng.choice(np.flatnonzero(bits))))
-            if sequence.finish is not FinishReason.RUNNING:
+            if sequence.append(int(rng.choice(np.flatnonzero(bits)))) is not FinishReason.RUNNING:
                 break
             started, before = time.perf_counter(), sequence.output_length
             for token in one.force(sequence.output):
@@ -86,6 +87,8 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
             tokens = 1 + sequence.output_length - before
             made += tokens
             yield time.perf_counter() - started, tokens
+        if one.refusal is not None:
+            raise StartError("a grammar is refused", one.refusal.words, "run it alone on this machine")
 
 
 class Decoder:
@@ -99,18 +102,18 @@ class Decoder:
         self._tables = [[BlockId(blocks * row + at) for at in range(blocks)] for row in range(streams + 1)]
         self.refused = 0
 
-    def run(self, steps: int, grammar: str) -> list[float]:
-        """Run decode steps and return the seconds of each, as a stream sees them; ``grammar`` is that of the one more
-        sequence, "" for none."""
+    def run(self, grammar: str) -> list[float]:
+        """Run a round of decode steps and return the seconds of each, as a stream sees them; ``grammar`` is that of the
+        one more sequence, "" for none."""
         self._rows[-1] = self._new(grammar)
         self._prefill()
-        seconds = []
-        for _ in range(steps):
+        seconds: list[float] = []
+        while sum(seconds) < ROUND_S:
             started = time.perf_counter()
             batch = Batch(tuple(Segment(one, one.computed, one.missing) for one in self._rows), tuple(self._tables))
             self._take(batch)
             seconds.append(time.perf_counter() - started)
-            self._renew(grammar)
+            self._renew()
         return seconds
 
     def _take(self, batch: Batch) -> None:
@@ -129,11 +132,11 @@ class Decoder:
                     if one.force(token) is not FinishReason.RUNNING:
                         break
 
-    def _renew(self, grammar: str) -> None:
-        """Put new sequences in the place of those that are over, outside of the measured time."""
+    def _renew(self) -> None:
+        """Put plain sequences in the place of those that are over, outside of the measured time."""
         over = [at for at, one in enumerate(self._rows) if one.finish is not FinishReason.RUNNING]
         for at in over:
-            self._rows[at] = self._new(grammar if at == len(self._rows) - 1 else "")
+            self._rows[at] = self._new("")
         if over:
             self._prefill()
 
@@ -155,10 +158,10 @@ def interference(engine: ModelEngine, config: BenchGrammarConfig, grammar: str) 
     """Return mean, median and P99 seconds of steps beside a plain sequence and beside a hostile one, and how many of
     the latter were refused."""
     decoder, plain, beside = Decoder(engine, config.streams), list[float](), list[float]()
-    decoder.run(ROUNDS, "")
-    for _ in range(ROUNDS):
-        plain += decoder.run(config.steps // ROUNDS, "")
-        beside += decoder.run(config.steps // ROUNDS, grammar)
+    decoder.run("")
+    for _ in range(config.rounds):
+        plain += decoder.run("")
+        beside += decoder.run(grammar)
     found: dict[str, float] = {"refused": decoder.refused}
     for name, seconds in (("plain", plain), ("beside", beside)):
         found |= {

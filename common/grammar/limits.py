@@ -10,6 +10,8 @@ LIMIT_S = 0.020
 """CPU seconds of one mask that count as a strike."""
 TOKEN_LIMIT_S = 0.002
 """The same of following one token: llguidance then keeps the interpreter lock, so that the worker's loop may wait."""
+FOLLOW_LIMIT_S = 0.020, 0.0003
+"""CPU seconds for following an output on one worker: for any, and for each of its tokens."""
 STRIKES = 2
 """Strikes that fail a request."""
 GIVE_UP_S = 5.0

@@ -29,7 +29,7 @@ from common.core.sequence import Batch, Refusal, StepResult, certain
 from common.core.sequence import Sequence as Tokens
 from common.grammar.compiled import CompiledGrammars
 from common.grammar.errors import BROKEN, TOO_COMPLEX, UNKNOWN, GrammarError
-from common.grammar.limits import GIVE_UP_S, LIMIT_S, STRIKES, SUSPECT_S, TOKEN_LIMIT_S
+from common.grammar.limits import FOLLOW_LIMIT_S, GIVE_UP_S, LIMIT_S, STRIKES, SUSPECT_S, TOKEN_LIMIT_S
 from common.grammar.matcher import Mask, Matcher
 
 WAIT_S = 0.002
@@ -61,7 +61,7 @@ class SequenceGrammar:
         self.began_at = 0.0
         self.job: Future[None] | None = None
         """What computes the mask, perhaps with those of others."""
-        self._strikes = 0
+        self._strikes, self._spare_s = 0, FOLLOW_LIMIT_S[0]
 
     def compute(self, output: Sequence[int]) -> None:
         """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
@@ -91,7 +91,7 @@ class SequenceGrammar:
         matcher.follow(new)
         followed = thread_time()
         self.certain = matcher.fill(self.mask)
-        self._judge(thread_time() - started, (followed - started) / max(1, len(new)))
+        self._judge(thread_time() - started, followed - started, len(new))
         self.mask_at = matcher.length
 
     def force(self, output: Sequence[int]) -> list[int]:
@@ -107,13 +107,15 @@ class SequenceGrammar:
             self.suspect, self._matcher = True, None
             return []
         spent = thread_time() - started
-        self._judge(spent, spent / (1 + len(forced)))
+        self._judge(spent, spent, 1 + len(forced))
         return forced
 
-    def _judge(self, cpu_s: float, token_s: float) -> None:
+    def _judge(self, cpu_s: float, following_s: float, tokens: int) -> None:
+        """Count what a mask cost, of which ``following_s`` for ``tokens`` tokens before it."""
         self.suspect = cpu_s >= SUSPECT_S
-        self._strikes += cpu_s >= LIMIT_S or token_s >= TOKEN_LIMIT_S
-        if self._strikes >= STRIKES:
+        self._strikes += cpu_s >= LIMIT_S or following_s >= TOKEN_LIMIT_S * max(1, tokens)
+        self._spare_s += tokens * FOLLOW_LIMIT_S[1] - following_s
+        if self._strikes >= STRIKES or self._spare_s < 0:
             self.refusal = _TOO_SLOW
 
 

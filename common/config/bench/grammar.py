@@ -16,5 +16,5 @@ class BenchGrammarConfig(SaveOption):
         metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
     tokens: int = option(4000, "tokens of constrained output per grammar", count(1), "load")
-    steps: int = option(2000, "decode steps with and without hostile grammars", count(10), "load")
+    rounds: int = option(10, "seconds of decode steps with and without each hostile grammar", count(1), "load")
     streams: int = option(8, "streams without a grammar", count(1, 64), "load")

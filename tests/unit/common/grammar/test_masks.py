@@ -43,6 +43,7 @@ def test_what_other_sequences_did_counts_against_no_limit(monkeypatch: pytest.Mo
     monkeypatch.setattr(compiled, "parser_limits", lambda: LLParserLimits(max_lexer_states=2500, verbose_errors=False))
     monkeypatch.setattr(masks, "LIMIT_S", 60.0)
     monkeypatch.setattr(masks, "TOKEN_LIMIT_S", 60.0)
+    monkeypatch.setattr(masks, "FOLLOW_LIMIT_S", (60.0, 0.0))
     source, grammar = grammars(), "start: /[a-z]*a[a-z]{200}c/"
     for seed in range(6):
         one = begin(source, grammar)
@@ -59,6 +60,13 @@ def test_two_slow_masks_fail_a_sequence(monkeypatch: pytest.MonkeyPatch, limit: 
     monkeypatch.setattr(masks, limit, 0.0)
     one = begin(grammars(), "start: /[a-z]+/")
     assert len(follow(one, random.Random(1), 9)) == 1
+    assert one.refusal is not None and "take too long" in one.refusal.words
+
+
+def test_following_an_output_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "FOLLOW_LIMIT_S", (0.0, 0.0))
+    one = begin(grammars(), "start: /[a-z]+/")
+    assert len(follow(one, random.Random(1), 9)) <= 1
     assert one.refusal is not None and "take too long" in one.refusal.words
 
 
