@@ -21,6 +21,10 @@ ECHO_ARRAYS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 """The members of OpenAI's ``logprobs`` object of text completions."""
 
 
+_EchoRow = tuple[int, float | None, dict[str, float] | None]
+"""A token, its log-probability and its element of ``top_logprobs``; None for the first token of a prompt."""
+
+
 class PromptReport:
     """The log-probabilities of ``prompt``, which all choices of one request show. ``echoed`` is its text if ``echo`` is
     set, else None. Each array is an opening bracket and the encoded elements, each followed by a comma."""
@@ -36,35 +40,44 @@ class PromptReport:
         self._field = bytearray(b"[null,")
         self._echo = {name: bytearray(b"[") for name in ECHO_ARRAYS} if self._echo_tops is not None else {}
         if self._echo:
-            self._add_echo(prompt[0], None, None)
+            self._add_echo([(prompt[0], None, None)])
 
     def add(self, span: PromptSpan) -> None:
         """Add the next positions of the prompt."""
-        tokens = self._prompt[span.start : span.end]
+        tokens, entries, rows = self._prompt[span.start : span.end], list[Json](), list[_EchoRow]()
         for at, (token, logprob, rank) in enumerate(zip(tokens, span.logprobs, span.ranks, strict=True)):
             top = slice(at * span.tops, (at + 1) * span.tops)
             best = list(zip(span.top_ids[top], span.top[top], strict=True))
             if self._tops is not None:
-                self._field += encode(self._entries(token, logprob, rank, best[: self._tops])) + b","
+                entries.append(self._entries(token, logprob, rank, best[: self._tops]))
             if self._echo_tops is not None:
-                pairs = [*best[: self._echo_tops], (token, logprob)]
-                self._add_echo(token, max(logprob, FLOOR), by_name(self._text, pairs))
+                named = by_name(self._text, [*best[: self._echo_tops], (token, logprob)])
+                rows.append((token, max(logprob, FLOOR), named))
+        if entries:
+            self._field += elements(entries)
+        if rows:
+            self._add_echo(rows)
 
-    def _entries(self, token: int, logprob: float, rank: int, best: Sequence[tuple[int, float]]) -> dict[int, Json]:
+    def _entries(self, token: int, logprob: float, rank: int, best: Sequence[tuple[int, float]]) -> Json:
         """Return vLLM's entry of one position: by token id, first the prompt's token, then the most likely ones."""
-        entries = {token: self._entry(token, logprob, rank)}
+        entries: Json = {str(token): self._entry(token, logprob, rank)}
         for place, (each, value) in enumerate(best, 1):
-            entries[each] = self._entry(each, value, place)
+            entries[str(each)] = self._entry(each, value, place)
         return entries
 
     def _entry(self, token: int, logprob: float, rank: int) -> Json:
         return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": self._text.token_text(token)}
 
-    def _add_echo(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        name = self._text.token_text(token)
-        for array, element in zip(ECHO_ARRAYS, (self._offset, logprob, name, top), strict=True):
-            self._echo[array] += encode(element) + b","
-        self._offset += len(self._detokenizer.push(token))
+    def _add_echo(self, rows: Sequence[_EchoRow]) -> None:
+        offsets = []
+        for token, _, _ in rows:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push(token))
+        names = [self._text.token_text(token) for token, _, _ in rows]
+        logprobs, tops = [logprob for _, logprob, _ in rows], [top for _, _, top in rows]
+        columns: tuple[Sequence[object], ...] = (offsets, logprobs, names, tops)
+        for array, column in zip(ECHO_ARRAYS, columns, strict=True):
+            self._echo[array] += elements(column)
 
     @property
     def shows_field(self) -> bool:
@@ -79,6 +92,11 @@ class PromptReport:
         """Return an array of the ``logprobs`` object: the prompt's part, then ``output``, encoded elements each
         followed by a comma."""
         return closed(self._echo.get(name, b"["), output)
+
+
+def elements(values: Sequence[object]) -> bytes:
+    """Return the elements of a JSON array, each followed by a comma; ``values`` is not empty."""
+    return encode(values)[1:-1] + b","
 
 
 def by_name(text: TextModel, pairs: Iterable[tuple[int, float]]) -> dict[str, float]:
