@@ -17,7 +17,9 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -30,8 +32,21 @@ from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED
 from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
 from coordinator.grammar.vocabulary import ModelVocabulary
 
-NICENESS = 5
+NICENESS, LAST_NICENESS = 5, 19
+SUSPECT_S = 0.2
+"""Seconds after which a fork gets the last niceness, so that hostile grammars do not take cores from workers. Those of
+ordinary clients take milliseconds."""
 _READ = 1 << 16
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A running fork. ``written``: what has arrived from it. ``suspect_at``: time when it gets the last niceness."""
+
+    number: int
+    pid: int
+    suspect_at: float
+    written: bytearray = field(default_factory=bytearray)
 
 
 class Screening:
@@ -47,8 +62,8 @@ class Screening:
         gc.collect()
         gc.freeze()  # a collection in a fork would copy pages
         self._memory = _address_space() + setup.memory
-        self._forks: dict[int, tuple[int, int, bytearray]] = {}
-        """Running forks by the descriptor of their pipe: (number of the job, process id, what it has written)."""
+        self._forks: dict[int, _Fork] = {}
+        """By the descriptor of their pipe, oldest first."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -56,13 +71,23 @@ class Screening:
         """Announce that the process is ready and serve for ever."""
         self._connection.sendall(frame(Done(0)))
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._yield_to_others()):
                 if key.fd != self._connection.fileno():
                     self._read(key.fd)
                     continue
                 self._receive()
                 while (body := take(self._received)) is not None:
                     self._begin(msgspec.msgpack.decode(body, type=Job))
+
+    def _yield_to_others(self) -> float | None:
+        """Give forks that take long the last niceness, and return the seconds until the next one takes long."""
+        now = time.monotonic()
+        for fork in self._forks.values():
+            if fork.suspect_at > now:
+                return fork.suspect_at - now
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, fork.pid, LAST_NICENESS)
+        return None
 
     def _load(self, setup: Setup) -> LLTokenizer:
         """Load the tokenizer. If llguidance cannot read it, report that and raise ConnectionError."""
@@ -94,7 +119,7 @@ class Screening:
             os.close(reading)
             self._screen(job, writing, parent)
         os.close(writing)
-        self._forks[reading] = (job.number, child, bytearray())
+        self._forks[reading] = _Fork(job.number, child, time.monotonic() + SUSPECT_S)
         self._selector.register(reading, selectors.EVENT_READ)
 
     def _screen(self, job: Job, writing: int, parent: int) -> None:
@@ -129,15 +154,15 @@ class Screening:
 
     def _read(self, descriptor: int) -> None:
         """Read from the pipe of a fork, and report its verdict if it has ended."""
-        number, child, written = self._forks[descriptor]
+        fork = self._forks[descriptor]
         if more := os.read(descriptor, _READ):
-            written += more
+            fork.written += more
             return
         self._selector.unregister(descriptor)
         os.close(descriptor)
         del self._forks[descriptor]
-        _, status = os.waitpid(child, 0)
-        self._connection.sendall(frame(Done(number, self._verdict(bytes(written), status))))
+        _, status = os.waitpid(fork.pid, 0)
+        self._connection.sendall(frame(Done(fork.number, self._verdict(bytes(fork.written), status))))
 
     def _verdict(self, written: bytes, status: int) -> Verdict:
         with contextlib.suppress(msgspec.DecodeError):

@@ -19,6 +19,7 @@ import pytest
 from common.core.errors import RequestError
 from coordinator.grammar import child, compiler
 from coordinator.grammar.compiler import ERROR_S, GrammarCompiler, VerdictCache
+from coordinator.grammar.screening import LAST_NICENESS, NICENESS
 from coordinator.grammar.task import Answer, Task, Verdict, encode
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
@@ -133,6 +134,18 @@ async def test_a_hostile_constraint_is_refused_in_time_and_stalls_no_other(
     assert time.monotonic() - began < scaled(compiler.SECONDS + 1.5) and beside < scaled(1.5)
     assert await screened(grammars, "regex", "b+")
     assert grammars.pid == pid and not psutil.Process(pid).children()
+
+
+async def test_a_grammar_that_takes_long_gets_out_of_the_way_of_workers(grammars: GrammarCompiler) -> None:
+    await screened(grammars, "json")
+    slow = asyncio.ensure_future(refusal(grammars, *HOSTILE["repetition"]))
+    screening = psutil.Process(grammars.pid)
+    assert NICENESS <= screening.nice() < LAST_NICENESS
+    while not (forks := screening.children()):  # noqa: ASYNC110 - another process forks
+        await asyncio.sleep(0.001)
+    while forks[0].nice() != LAST_NICENESS:  # noqa: ASYNC110 - another process sets it
+        await asyncio.sleep(0.005)
+    await slow
 
 
 async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
