@@ -78,7 +78,7 @@ class OverlappedOracle(OracleEngine):
         self.queue.extend(copies)
 
     def _launch(self, batch: Batch) -> _Run | None:
-        if any(each.length > 1 or each.sequence.siblings for each in batch.segments):
+        if any(each.length > 1 or each.sequence.siblings or each.sequence.constrained for each in batch.segments):
             return None
         if any(each.sequence.request.sampling.logprobs is not None for each in batch.segments):
             return None

@@ -88,6 +88,7 @@ class Plan:
     priority: int
     aborted_at: int | None
     fate: str  # "run" from its prompt, "adopt" computed KV, or "detach" after its first token
+    forces: int = 0  # tokens that follow each sampled one at once, as a grammar forces them
 
 
 plans = st.builds(
@@ -100,6 +101,7 @@ plans = st.builds(
     priority=st.integers(-1, 1),
     aborted_at=st.one_of(st.none(), st.none(), st.integers(0, 60)),
     fate=st.sampled_from(["run", "run", "adopt", "detach"]),
+    forces=st.sampled_from([0, 0, 1, 20]),
 )
 
 
@@ -189,12 +191,12 @@ class Scenario:
     def check_turns(self, served: list[Sequence]) -> None:
         """Check that a sequence with blocks and one missing token waits for at most one turn of each of its
         priority."""
-        ready = {s for s in self.planner.sequences() if s.missing == 1 and sequence_holder(s.id) in self.cache.tables}
+        ready = {s for s in self.planner.sequences() if s.streams and sequence_holder(s.id) in self.cache.tables}
         self.overtaken = {each: self.overtaken.get(each, []) for each in ready.difference(served)}
         for waiting, before in self.overtaken.items():
             equals = [each for each in served if each.request.priority == waiting.request.priority]
             assert not set(equals).intersection(before), f"{waiting} waits while others have two turns"
-            before += [each for each in equals if each.missing == 1]
+            before += [each for each in equals if each.streams]
 
     def uninvited(self) -> int:
         """Count the sequences that may run without being admitted: forked from an admitted one, or adopted with their
@@ -218,6 +220,9 @@ class Scenario:
             sequence.append(tokens[0])
             ended = [sequence]
         for each in ended:
+            for _ in range(plan.forces):
+                if each.finish is FinishReason.RUNNING:
+                    each.force(next_token(tuple(each.tokens), each.choice))
             if each.finish is not FinishReason.RUNNING:
                 self.finished[self.index(each), each.choice] = each.output
                 self.planner.finish(each)

@@ -17,6 +17,7 @@ from common.grammar.masks import StepMasks
 from common.net.messages import Generate, Resend, Tokens
 from decode.role import DecodeWorker
 from tests.fakes.constrained import EOS, ConstrainedOracle, text_of
+from tests.fakes.overlapped import OverlappedOracle
 from tests.schemas import Schema, random_schema, schema_grammar
 from tests.unit.workers import Bench
 
@@ -161,6 +162,27 @@ def test_same_tokens_if_masks_are_late(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StepMasks, "finish", late)
     assert run_alone(bench, [again(request) for request in requests], "colocated-0") == expected
     assert worker.engine.steps > 1.5 * steps  # type: ignore[attr-defined]
+
+
+class OverlappedConstrained(ConstrainedOracle, OverlappedOracle):
+    """Launches the steps of plain streams."""
+
+
+def test_same_tokens_beside_streams_whose_steps_are_launched(bench: Bench) -> None:
+    """A step with a constrained row is not launched before the last one is read; steps without one are."""
+    engine = OverlappedConstrained(256)
+    bench.add("colocated", ConstrainedOracle(256))
+    bench.add("colocated", engine)
+    requests = [make(seed, grammar="" if seed % 2 else schema_grammar(SCHEMA)) for seed in range(8)]
+    expected = run_alone(bench, requests, "colocated-0")
+    rng, moved = random.Random(1), [again(request) for request in requests]
+    for request in moved:
+        bench.send("colocated-1", Generate(request, 1))
+        for _ in range(rng.randrange(30)):
+            bench.turn()
+    bench.until(lambda: bench.done(*moved) or bench.failed)
+    assert [outputs(bench, request) for request in moved] == expected
+    assert engine.launched > 20
 
 
 def test_a_lost_span_is_sent_again_as_it_was(bench: Bench) -> None:

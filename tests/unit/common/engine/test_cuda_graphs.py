@@ -204,7 +204,7 @@ def test_an_input_that_no_step_samples_is_a_broken_invariant(engine: ModelEngine
     "change",
     [
         {"logprobs": 0}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"logit_bias": {1: 2.0}},
-        {"min_tokens": 3},
+        {"min_tokens": 3}, {"grammar": "start: /a+/"},
     ],
 )  # fmt: skip
 def test_rows_that_graphs_do_not_sample_run_without(engine: ModelEngine, change: dict[str, Any]) -> None:
