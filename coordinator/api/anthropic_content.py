@@ -32,7 +32,7 @@ def read_messages(fields: Fields, arguments: Arguments) -> list[Json]:
         if not isinstance(item, dict):
             wrong_type(at, "an object", item)
         _message(Fields(item, at), conversation)
-    return conversation.messages
+    return conversation.messages()
 
 
 def _entries(item: object) -> int:

@@ -31,7 +31,7 @@ def read_items(
         fields.missing("input")
     if isinstance(given, str):
         conversation.add("user", given)
-        return conversation.messages
+        return conversation.messages()
     if not isinstance(given, list):
         wrong_type("input", "a string or an array of items", given)
     if not given:
@@ -47,7 +47,7 @@ def read_items(
         if not isinstance(item, dict):
             wrong_type(at, "an object", item)
         _item(Fields(item, at), conversation)
-    return conversation.messages
+    return conversation.messages()
 
 
 def _entries(item: object) -> int:
