@@ -158,3 +158,66 @@ def test_reasoning_that_the_prompt_opens(reasoner: OpenAI) -> None:
     assert "".join(parts) == message.reasoning_content
     off = reasoner.chat.completions.create(**fields, reasoning_effort="none").choices[0].message
     assert off.content and off.model_extra is not None and off.model_extra["reasoning_content"] is None
+
+
+# -- the Responses API and the Messages API ---------------------------------------------------------------------------
+
+FLAT: Any = {"type": "function", **WEATHER["function"], "strict": False}
+TOOL: Any = {
+    "name": "get_weather",
+    "description": WEATHER["function"]["description"],
+    "input_schema": WEATHER["function"]["parameters"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_round_trip_by_the_responses_api(client: OpenAI, stream: bool) -> None:
+    fields: Any = {"model": "model", "tools": [FLAT], "temperature": 0}
+
+    def respond(items: list[Any]) -> Any:
+        if not stream:
+            return client.responses.create(**fields, input=items)
+        with client.responses.stream(**fields, input=items) as events:
+            return events.get_final_response()
+
+    first = respond([QUESTION])
+    (call,) = first.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Oslo"})
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    second = respond([QUESTION, call.to_dict(), result])
+    assert second.output_text == "It is 7 degrees and rainy in Oslo." and second.status == "completed"
+    assert second.usage.input_tokens_details.cached_tokens > 0, "the second prompt continues the first"
+
+
+def say_message(client: OpenAI, **fields: Any) -> dict[str, Any]:
+    """Return the answer of POST /v1/messages."""
+    body = {"model": "model", "max_tokens": 100, "messages": [QUESTION], "temperature": 0, **fields}
+    answer: Any = client.post("/messages", body=body, cast_to=object)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_a_round_trip_by_the_messages_api(client: OpenAI) -> None:
+    first = say_message(client, tools=[TOOL])
+    (use,) = first["content"]
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", {"city": "Oslo"})
+    assert first["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": RESULT}]}
+    turns = [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    second = say_message(client, tools=[TOOL], messages=turns)
+    assert second["content"] == [{"type": "text", "text": "It is 7 degrees and rainy in Oslo."}]
+    assert second["stop_reason"] == "end_turn"
+    forced = say_message(client, tools=[TOOL], tool_choice={"type": "any"})
+    assert [block["type"] for block in forced["content"]] == ["tool_use"]
+
+
+def test_thinking_of_the_messages_api(reasoner: OpenAI) -> None:
+    silent = say_message(reasoner)
+    assert [block["type"] for block in silent["content"]] == ["text"], "the template is told not to reason"
+    cut = say_message(reasoner, thinking={"type": "adaptive"}, max_tokens=12)
+    (thinking,) = cut["content"]
+    assert thinking["type"] == "thinking" and thinking["thinking"] and thinking["signature"]
+    assert cut["usage"]["output_tokens_details"]["thinking_tokens"] == cut["usage"]["output_tokens"]
+    answer = reasoner.responses.create(model="model", input=[QUESTION], temperature=0, max_output_tokens=12)
+    (item,) = answer.output
+    assert item.type == "reasoning" and item.content and item.content[0].text and item.status == "completed"

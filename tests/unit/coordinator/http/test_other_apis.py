@@ -226,6 +226,18 @@ async def test_thinking_is_shown_if_it_is_asked_for(opens: FakeCluster) -> None:
     assert machine.message["content"] == shown["content"]
 
 
+async def test_a_budget_that_cannot_be_kept_is_refused(opens: FakeCluster) -> None:
+    """The end of this model's reasoning is no token, so that a grammar cannot bound it."""
+    response, shown = await opens.post(MESSAGES, {**SAID, "thinking": {"type": "enabled", "budget_tokens": 100}})
+    assert response.status == 400 and "'thinking.budget_tokens' is not supported" in shown["error"]["message"]
+
+
+async def test_a_budget_of_a_model_that_does_not_reason_is_kept(plain: FakeCluster) -> None:
+    await write(plain, "Hi")
+    response, _ = await plain.post(MESSAGES, {**SAID, "thinking": {"type": "enabled", "budget_tokens": 100}})
+    assert response.status == 200
+
+
 async def test_without_thinking_the_template_is_told_not_to_reason(model: Path) -> None:
     async with open_cluster(model, chat_template=REASONS) as cluster:
         await write(cluster, "Hi")
