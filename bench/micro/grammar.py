@@ -1,9 +1,9 @@
 """``tandem bench grammar``: the cost of token masks, and what hostile grammars do to the streams beside them.
 
 First each grammar constrains one output after another, whose tokens are drawn at random from those that are allowed:
-the time per token is that of following it, of the tokens that it forces, and of the next mask. Then one engine decodes
-plain streams and one more sequence: a plain one, or in every other round one that a hostile grammar constrains. When
-that fails or ends, a plain one takes its place, until the next such round. So both kinds of rounds see the same
+the CPU time per token is that of following it, of the tokens that it forces, and of the next mask. Then one engine
+decodes plain streams and one more sequence: a plain one, or in every other round one that a hostile grammar constrains.
+When that fails or ends, a plain one takes its place, until the next such round. So both kinds of rounds see the same
 machine, and hostile requests come one after another, as often as rounds are long.
 """
 
@@ -67,7 +67,7 @@ HOSTILE = {
 
 
 def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -> Iterator[tuple[float, int]]:
-    """Yield the seconds of each mask, with what comes before it, and the number of tokens that it was for."""
+    """Yield the CPU seconds of each mask, with what comes before it, and the number of tokens that it was for."""
     rng, eos, made = random.Random(seed), source.eos_token_ids, 0
     while made < count:
         sampling = SamplingParams(LONGEST, seed, grammar=grammar, eos_token_ids=tuple(eos))
@@ -78,7 +78,7 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
             bits = np.unpackbits(one.mask.view(np.uint8), bitorder="little")
             if sequence.append(int(rng.choice(np.flatnonzero(bits)))) is not FinishReason.RUNNING:
                 break
-            started, before = time.perf_counter(), sequence.output_length
+            started, before = time.thread_time(), sequence.output_length
             for token in one.force(sequence.output):
                 if sequence.force(token) is not FinishReason.RUNNING:
                     break
@@ -86,7 +86,7 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
                 one.compute(sequence.output)
             tokens = 1 + sequence.output_length - before
             made += tokens
-            yield time.perf_counter() - started, tokens
+            yield time.thread_time() - started, tokens
         if one.refusal is not None:
             raise StartError("a grammar is refused", one.refusal.words, "run it alone on this machine")
 
@@ -182,7 +182,7 @@ def run(config: BenchGrammarConfig) -> int:
         checkpoint.path / "tokenizer.json", checkpoint.vocab_size, checkpoint.eos_token_ids, threads
     )
     costs: dict[str, dict[str, float]] = {}
-    print(f"| {source.vocab_size} token ids, grammar | us per token | P99 of a mask, us |\n|---|---|---|", flush=True)
+    print(f"| {source.vocab_size} token ids, grammar | CPU us per token | P99, us |\n|---|---|---|", flush=True)
     for name, schema in SCHEMAS.items():
         each = list(token_costs(source, LLMatcher.grammar_from_json_schema(schema), config.tokens, 1))
         mean = sum(seconds for seconds, _ in each) / sum(tokens for _, tokens in each)

@@ -22,6 +22,6 @@ def parser_limits() -> LLParserLimits:
     """Return the bounds that llguidance checks itself. Schemas that clients have stay far below: one of 200 optional
     properties has 807 items in a row."""
     return LLParserLimits(
-        max_items_in_row=2_000, step_max_items=50_000, step_lexer_fuel=100_000, max_lexer_states=50_000,
+        max_items_in_row=2_000, step_max_items=200_000, step_lexer_fuel=100_000, max_lexer_states=50_000,
         verbose_errors=False,
     )  # fmt: skip
