@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from common.core.errors import RequestError
-from coordinator.api.blocks import Block, BlockReader, Step
+from coordinator.api.blocks import Block, BlockKind, BlockReader, Step
+from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import named_event
 from coordinator.api.response_encoder import Choice, Head, Piece, Usage
 from coordinator.api.responses_encoder import added
@@ -15,6 +16,13 @@ from coordinator.requests.spec import Json
 
 SIGNATURE = "unsigned"
 """Signature of thinking blocks, which clients require. Blocks that come back are taken as they are."""
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
+_ADDED: dict[BlockKind, bytes] = {
+    "call": b',"delta":{"type":"input_json_delta","partial_json":',
+    "reasoning": b',"delta":{"type":"thinking_delta","thinking":',
+    "text": b',"delta":{"type":"text_delta","text":',
+}
+"""The part of a delta event between the index of its block and its text."""
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -113,7 +121,7 @@ def _event(step: Step) -> bytes:
         case "open":
             return named_event("content_block_start", {**at, "content_block": _block(block, "")})
         case "add":
-            return named_event("content_block_delta", {**at, "delta": _delta(block, step.text)})
+            return _delta(block, step.text)
         case "close":
             stop = named_event("content_block_stop", at)
             if block.kind != "reasoning":
@@ -122,14 +130,9 @@ def _event(step: Step) -> bytes:
             return named_event("content_block_delta", {**at, "delta": signed}) + stop
 
 
-def _delta(block: Block, text: str) -> Json:
-    match block.kind:
-        case "call":
-            return {"type": "input_json_delta", "partial_json": text}
-        case "reasoning":
-            return {"type": "thinking_delta", "thinking": text}
-        case "text":
-            return {"type": "text_delta", "text": text}
+def _delta(block: Block, text: str) -> bytes:
+    """Return the event that adds ``text``, assembled from prepared bytes because it comes for every token."""
+    return b"%b%d%b%b}}\n\n" % (_DELTA, block.index, _ADDED[block.kind], encode(text))
 
 
 def _block(block: Block, text: str) -> Json:

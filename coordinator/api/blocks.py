@@ -50,6 +50,12 @@ class BlockReader:
 
     def push(self, delta: Delta) -> list[Step]:
         """Add what ``delta`` adds to the answer and return the steps that this takes."""
+        block = self._open
+        if block is not None and block.kind == "text" and not delta.reasoning and not delta.calls:  # most tokens
+            if not delta.content:
+                return []
+            block.parts.append(delta.content)
+            return [Step("add", block, delta.content)]
         return list(self._steps(delta))
 
     def finish(self, *, cut: bool) -> list[Step]:

@@ -10,6 +10,7 @@ import msgspec
 
 from common.core.errors import RequestError
 from coordinator.api.blocks import Block, BlockReader, Step
+from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import KEEPALIVE, named_event
 from coordinator.api.response_encoder import Choice, Head, Piece, Usage
 from coordinator.output.deltas import Delta
@@ -32,6 +33,8 @@ class ResponsesShape:
         self._reader = BlockReader()
         self._sequence = -1
         self._status: Status = "in_progress"
+        self._delta = b"", b""
+        """The bytes of a delta event of the open block before its number, and between that and its text."""
 
     # -- whole ----------------------------------------------------------------------------------------------------
 
@@ -81,14 +84,23 @@ class ResponsesShape:
         block = step.block
         match step.what:
             case "open":
-                opened = self._event(
-                    "response.output_item.added", output_index=block.index, item=self._item(block, True)
-                )
-                return opened if block.kind == "call" else opened + self._part("response.content_part.added", block, "")
+                return self._opened(block)
             case "add":
-                return self._at(f"{_text_event(block)}.delta", block, delta=step.text)
+                self._sequence += 1
+                return b"%b%d%b%b}\n\n" % (self._delta[0], self._sequence, self._delta[1], encode(step.text))
             case "close":
                 return self._closed(block)
+
+    def _opened(self, block: Block) -> bytes:
+        """Return the events that open ``block``, and prepare those of its text, which come for every token."""
+        kind = f"{_text_event(block)}.delta".encode()
+        place = encode(self._place(block))[1:-1]
+        self._delta = (
+            b'event: %b\ndata: {"type":"%b","sequence_number":' % (kind, kind),
+            b',%b,"delta":' % place,
+        )
+        opened = self._event("response.output_item.added", output_index=block.index, item=self._item(block, True))
+        return opened if block.kind == "call" else opened + self._part("response.content_part.added", block, "")
 
     def _closed(self, block: Block) -> bytes:
         """Return the events that close ``block``."""
@@ -101,12 +113,16 @@ class ResponsesShape:
 
     def _at(self, kind: str, block: Block, **members: object) -> bytes:
         """Return an event about the text of ``block``."""
+        return self._event(kind, **self._place(block), **members)
+
+    def _place(self, block: Block) -> Json:
+        """Return the members of events about the text of ``block``, besides the text."""
         place: Json = {"item_id": self._id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
         if block.kind == "text":
             place["logprobs"] = []
-        return self._event(kind, **place, **members)
+        return place
 
     def _part(self, kind: str, block: Block, text: str) -> bytes:
         place = {"item_id": self._id(block), "output_index": block.index, "content_index": 0}

@@ -16,7 +16,9 @@ from coordinator.api.responses_encoder import ResponsesShape
 from coordinator.http.answer import new_head, refuse_when_draining
 from coordinator.http.chats import ChatRequest, answer_chat, read_chat
 from coordinator.http.context import SERVICES, read_body
+from coordinator.http.middleware import json_response
 from coordinator.requests.spec import Json
+from coordinator.text.tokenizer import ChatText
 
 routes = web.RouteTableDef()
 
@@ -42,6 +44,20 @@ async def responses(request: web.Request) -> web.StreamResponse:
         echo[name] = msgspec.Raw(encode(float(model.defaults[name] if given is None else given)))
     shape = ResponsesShape(new_head("resp_", model), echo)
     return await answer_chat(request, arrived_at, chat, "input", shape)
+
+
+@routes.post("/v1/responses/input_tokens")
+async def input_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of the prompt that POST ``/v1/responses`` would make of the same body."""
+    model = request.app[SERVICES].model
+
+    def read(fields: Json, budget: JsonBudget) -> ChatText:
+        body = parse_responses(fields, budget, model.check_chars, arguments_as_text=model.arguments_as_text)
+        model.check_name(body.chat.options.model)
+        return model.chat_text(body.chat, "input")
+
+    text = await read_body(request, read, templated=True)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(await model.counted(text))})
 
 
 @routes.get("/v1/responses/{id}")

@@ -35,7 +35,7 @@ from coordinator.http import pages, routes
 from coordinator.http import responses as responses_routes
 from coordinator.metrics import Metrics
 from deploy.cli.commands import COMMANDS, CONFIG_HELP, CONFIGS
-from deploy.cli.other_apis import MESSAGES_HELP, RESPONSES_HELP
+from deploy.cli.field_help import FIELD_HELP, MESSAGES_HELP, RESPONSES_HELP, TEXT_HELP
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -102,86 +102,6 @@ def _flag_group(group: str) -> str:
 
 # -- HTTP -------------------------------------------------------------------------------------------------------------
 
-FIELD_HELP = {
-    "add_generation_prompt": "Whether the template ends with the opening of the assistant's turn.",
-    "best_of": "Accepted only when not above `n`.",
-    "cache_salt": "Requests share cached prefixes only with requests of the same salt.",
-    "chat_template_kwargs": "Variables for the chat template.",
-    "continue_final_message": "Continue the last message, which must be the assistant's.",
-    "documents": "Texts to answer from, for chat templates that know them.",
-    "echo": "Put the prompt before the output; with `logprobs` also its log-probabilities.",
-    "frequency_penalty": "Penalty per earlier occurrence of a token in the output.",
-    "guided_choice": "Older name of `structured_outputs.choice`.",
-    "guided_grammar": "Older name of `structured_outputs.grammar`.",
-    "guided_json": "Older name of `structured_outputs.json`.",
-    "guided_json_object": "Older name of `structured_outputs.json_object`.",
-    "guided_regex": "Older name of `structured_outputs.regex`.",
-    "guided_whitespace_pattern": "Older name of `structured_outputs.whitespace_pattern`.",
-    "ignore_eos": "Generate past the end-of-sequence token.",
-    "include_reasoning": "Whether the answer has the reasoning. Default: true.",
-    "include_stop_str_in_output": "Keep the stop string in the output.",
-    "logit_bias": "Token id to a value from -100 to 100 that is added to its logit.",
-    "logprobs": "Return the log-probability of each output token; `top_logprobs` adds alternatives.",
-    "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`.",
-    "max_reasoning_tokens": "Longest reasoning in tokens, for models whose reasoning ends with a token of its own.",
-    "max_tokens": "Longest output in tokens. Default: what fits for chats, 16 for completions.",
-    "messages": "The conversation: roles system, developer, user, assistant, tool; text content only.",
-    "min_p": "Smallest probability of a token, relative to the most likely one.",
-    "min_tokens": "Output tokens before an end-of-sequence token or a stop may end the output.",
-    "modalities": 'Only `["text"]`.',
-    "model": "Name of the served model; may be left out.",
-    "n": "Choices per prompt. The prompt is computed once.",
-    "parallel_tool_calls": "Whether an answer may have several tool calls. Default: true.",
-    "presence_penalty": "Penalty for tokens that occur in the output.",
-    "priority": "Requests with a lower value are scheduled first.",
-    "prompt_logprobs": "Return the log-probability and rank of each prompt token, and so many alternatives.",
-    "prompt": "A string, token ids, or an array of either.",
-    "reasoning_effort": "Passed to the chat template; `none` also turns reasoning off where the template can.",
-    "repetition_penalty": "Divides the logits of tokens that occur in the prompt or the output; 1 is none.",
-    "response_format": "What the output must be: `text`, `json_object`, `json_schema` (strict or not), "
-    "`structural_tag`. JSON schemas are obeyed or refused, never ignored.",
-    "return_metrics": "Add `tandem` to the answer: milliseconds in each stage.",
-    "return_token_ids": "Add the token ids of prompt and output.",
-    "seed": "Seed of the sampler: the same seed and prompt give the same tokens, also after a hand-off or a retry.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
-    "stop": "A string or up to 16 strings that end the output.",
-    "stop_token_ids": "Token ids that end the output.",
-    "stream": "Send server-sent events while tokens are generated.",
-    "stream_options": "Only with `stream`.",
-    "stream_options.continuous_usage_stats": "Put `usage` into every chunk.",
-    "stream_options.include_usage": "Send a last chunk with `usage`.",
-    "structured_outputs": "What the output must match, as in vLLM: exactly one of "
-    "`json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.",
-    "structured_outputs.json": "A JSON schema, as an object or as text.",
-    "structured_outputs.regex": "A regular expression that the whole output matches; without "
-    "look-around and back-references.",
-    "structured_outputs.choice": "Strings, of which the output is one.",
-    "structured_outputs.grammar": "A grammar in Lark (as llguidance reads it) or GBNF.",
-    "structured_outputs.json_object": "`true` for any JSON object.",
-    "structured_outputs.structural_tag": "Free text in which triggers begin parts with a schema; both "
-    "forms of xgrammar.",
-    "structured_outputs.whitespace_pattern": "Regular expression for the white space between JSON tokens. "
-    "Default: one space, or one line break with indentation.",
-    "structured_outputs.disable_any_whitespace": "Whether JSON has no white space between its tokens.",
-    "structured_outputs.disable_additional_properties": "Whether objects have only the properties that the schema "
-    "names, unless it says otherwise.",
-    "temperature": "0 is greedy. Default: the model's `generation_config.json`, else 1.",
-    "tool_choice": "`auto`, `none`, `required`, a function, or an object of type `allowed_tools`. Calls match the "
-    "tools' schemas; those of `strict` tools are obeyed or refused.",
-    "tools": "Functions that the answer may call, in OpenAI's nested form or in the flat form of the Responses API.",
-    "top_k": "Sample among this many most likely tokens; -1 or 0: all.",
-    "top_logprobs": "Alternatives per token; needs `logprobs`.",
-    "top_p": "Sample among the most likely tokens that together have this probability.",
-    "user": "Accepted; has no effect.",
-}
-"""One line per request field. The test fails for a field without a line and for a line without a field."""
-
-_TEXT_HELP = FIELD_HELP | {
-    "logprobs": "Return the log-probability of each output token, and so many alternatives.",
-    "max_tokens": "Longest output in tokens; 0 only computes the prompt, for `echo` and `prompt_logprobs`.",
-}
-"""The same where a field means something else in text completions."""
-
 _GETTERS = {
     "boolean": "boolean",
     "string": "string",
@@ -213,7 +133,7 @@ def http_page() -> str:
         "## Fields of chat completions only",
         _field_table({name: kind for name, kind in chat.items() if name not in both}),
         "## Fields of text completions only",
-        _field_table({name: kind for name, kind in text.items() if name not in both}, _TEXT_HELP),
+        _field_table({name: kind for name, kind in text.items() if name not in both}, TEXT_HELP),
         "## Fields of the Responses API",
         *_other_fields(responses_fields(), RESPONSES_HELP, responses.UNSUPPORTED),
         "## Fields of the Messages API",

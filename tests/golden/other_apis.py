@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+INPUT = "/v1/responses/input_tokens"
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
@@ -191,6 +192,7 @@ def bodies() -> Iterator[tuple[str, str, dict[str, Any]]]:
         ):
             yield _named(MESSAGES, {**LEAST, "temperature": 0, "stream": stream, **more})
     yield _named(COUNT, LEAST)
+    yield _named(INPUT, {"input": "hello"})
     for body, _, _ in BAD_RESPONSES:
         yield _named(RESPONSES, {"input": "hello", **body})
     for body, _, _ in BAD_MESSAGES:

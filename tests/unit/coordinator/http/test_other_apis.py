@@ -25,6 +25,7 @@ from tests.unit.coordinator.http.test_parsed_answers import CALL, OPENS, OTHER, 
 pytestmark = pytest.mark.processes  # tools have grammars, which a process compiles
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+INPUT = "/v1/responses/input_tokens"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FLAT: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
 TOOL = {"name": "weather", "input_schema": SCHEMA}
@@ -132,6 +133,14 @@ async def test_a_conversation_comes_back_as_input(plain: FakeCluster) -> None:
     assert body["output"][0]["content"][0]["text"] == "Fine."
     prompt = await prompt_of(plain)
     assert '"arguments": {"city": "Oslo"}' in prompt and "<|tool|>ok" in prompt
+
+
+async def test_input_tokens_are_counted(plain: FakeCluster) -> None:
+    await write(plain, "Hi")
+    async with client_of(plain) as client:
+        counted = await client.responses.input_tokens.count(model="tiny", input="hello", instructions="Be brief.")
+        whole = await client.responses.create(model="tiny", input="hello", instructions="Be brief.")
+    assert whole.usage is not None and counted.input_tokens == whole.usage.input_tokens
 
 
 async def test_responses_that_cannot_be_served(plain: FakeCluster) -> None:
@@ -295,10 +304,10 @@ async def test_every_path_needs_the_key(model: Path, header: str) -> None:
     async with open_cluster(model, chat_template=PLAIN, **KEYS) as cluster:
         await write(cluster, "Hi")
         key = KEYS["api_key"] if header == "x-api-key" else f"Bearer {KEYS['api_key']}"
-        for path, body in ((RESPONSES, ASKED), (MESSAGES, SAID), (COUNT, SAID)):
+        for path, body in ((RESPONSES, ASKED), (INPUT, ASKED), (MESSAGES, SAID), (COUNT, SAID)):
             response, shown = await cluster.post(path, body)
             assert response.status == 401 and "error" in shown
-            assert path == RESPONSES or shown["error"]["type"] == "authentication_error"
+            assert path in (RESPONSES, INPUT) or shown["error"]["type"] == "authentication_error"
             response, _ = await cluster.post(path, body, headers={header: key})
             assert response.status == 200
         for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items"):

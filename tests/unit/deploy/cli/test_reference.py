@@ -6,7 +6,7 @@ import pytest
 
 from common.config.options import options
 from coordinator.api import openai
-from deploy.cli import other_apis, reference
+from deploy.cli import field_help, reference
 from deploy.cli.commands import CONFIGS
 
 
@@ -25,7 +25,7 @@ def test_every_flag_has_a_row() -> None:
 
 def test_every_request_field_has_a_line_and_every_line_a_field() -> None:
     read = reference.request_fields(openai.parse_chat) | reference.request_fields(openai.parse_completion)
-    assert read.keys() == reference.FIELD_HELP.keys()
+    assert read.keys() == field_help.FIELD_HELP.keys()
     assert read["stream_options.include_usage"] == "boolean"
     assert read["top_logprobs"] == "integer, 0 to 20"
     assert read["max_tokens"] == "integer, at least 0"
@@ -34,13 +34,13 @@ def test_every_request_field_has_a_line_and_every_line_a_field() -> None:
 @pytest.mark.parametrize(
     ("read", "helps"),
     [
-        (reference.responses_fields(), other_apis.RESPONSES_HELP),
-        (reference.messages_fields(), other_apis.MESSAGES_HELP),
+        (reference.responses_fields(), field_help.RESPONSES_HELP),
+        (reference.messages_fields(), field_help.MESSAGES_HELP),
     ],
 )
-def test_every_field_of_the_other_apis_is_described(read: dict[str, str], helps: dict[str, str]) -> None:
+def test_every_field_of_the_field_help_is_described(read: dict[str, str], helps: dict[str, str]) -> None:
     assert helps.keys() <= read.keys(), "every line has a field"
-    assert read.keys() - helps.keys() <= reference.FIELD_HELP.keys(), "the other fields are those of chat completions"
+    assert read.keys() - helps.keys() <= field_help.FIELD_HELP.keys(), "the other fields are those of chat completions"
     assert "seed" in read and "temperature" in read
 
 
