@@ -30,7 +30,7 @@ from common.core.request import FinishReason, Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
 from common.engine.runner import ModelEngine
 from common.grammar.compiled import CompiledGrammars
-from common.grammar.masks import SequenceGrammar
+from common.grammar.masks import OutputTokens, SequenceGrammar
 
 CONTEXT, PROMPT, ROUND_S = 256, 32, 1.0
 LONGEST = CONTEXT - PROMPT
@@ -73,17 +73,17 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
         sampling = SamplingParams(LONGEST, seed, grammar=grammar, eos_token_ids=tuple(eos))
         sequence = Sequence(Request(new_request_id(), pack_tokens([0]), sampling), 0)
         one = SequenceGrammar(source, sequence)
-        one.compute([])
+        one.compute(OutputTokens.of(sequence))
         while sequence.finish is FinishReason.RUNNING and one.refusal is None:
             bits = np.unpackbits(one.mask.view(np.uint8), bitorder="little")
             if sequence.append(int(rng.choice(np.flatnonzero(bits)))) is not FinishReason.RUNNING:
                 break
             started, before = time.thread_time(), sequence.output_length
-            for token in one.force(sequence.output):
+            for token in one.force(OutputTokens.of(sequence)):
                 if sequence.force(token) is not FinishReason.RUNNING:
                     break
             if sequence.finish is FinishReason.RUNNING:
-                one.compute(sequence.output)
+                one.compute(OutputTokens.of(sequence))
             tokens = 1 + sequence.output_length - before
             made += tokens
             yield time.thread_time() - started, tokens

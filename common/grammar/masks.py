@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, thread_time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,24 @@ CHUNK = 16
 """Least masks that are worth another thread."""
 _THREADS, _NICE = 4, 10
 _TOO_SLOW = Refusal(TOO_COMPLEX, "the grammar is too complex: its token masks take too long")
+
+
+class OutputTokens(NamedTuple):
+    """An output of ``length`` tokens, which begins in ``tokens`` at ``start``. Outputs are long and looked at for every
+    token, so they are not copied; what comes behind may grow meanwhile."""
+
+    tokens: list[int]
+    start: int
+    length: int
+
+    @classmethod
+    def of(cls, sequence: Tokens) -> OutputTokens:
+        """Return the output of ``sequence`` as it is now."""
+        return cls(sequence.tokens, sequence.prompt_length, sequence.output_length)
+
+    def since(self, length: int) -> list[int]:
+        """Return the tokens behind the first ``length``."""
+        return self.tokens[self.start + length : self.start + self.length]
 
 
 class SequenceGrammar:
@@ -63,7 +82,7 @@ class SequenceGrammar:
         """What computes the mask, perhaps with those of others."""
         self._strikes, self._spare_s = 0, FOLLOW_LIMIT_S[0]
 
-    def compute(self, output: Sequence[int]) -> None:
+    def compute(self, output: OutputTokens) -> None:
         """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
         try:
             try:
@@ -78,30 +97,30 @@ class SequenceGrammar:
         except TimeoutError:
             self.refusal = _TOO_SLOW
         finally:
-            if self.refusal is None and self.mask_at != len(output):
+            if self.refusal is None and self.mask_at != output.length:
                 self.refusal = BROKEN
             self.busy = False
 
-    def _fill(self, output: Sequence[int]) -> None:
+    def _fill(self, output: OutputTokens) -> None:
         if self._matcher is None:
             start = self._grammars.alone(self._sampling.grammar) if self._alone else self._compiled.result(GIVE_UP_S)
             self._matcher = Matcher(start, self._sampling, self._grammars.vocab_size)
         matcher, started = self._matcher, thread_time()
-        new = output[matcher.length :]
+        new = output.since(matcher.length)
         matcher.follow(new)
         followed = thread_time()
         self.certain = matcher.fill(self.mask)
         self._judge(thread_time() - started, followed - started, len(new))
         self.mask_at = matcher.length
 
-    def force(self, output: Sequence[int]) -> list[int]:
+    def force(self, output: OutputTokens) -> list[int]:
         """Return the tokens that are forced after ``output``; none for a suspect, of which the next mask has the
         first."""
         if self.suspect or self.busy or self._matcher is None:
             return []
         started = thread_time()
         try:
-            self._matcher.follow(output[self._matcher.length :])
+            self._matcher.follow(output.since(self._matcher.length))
             forced = self._matcher.force()
         except GrammarError:  # the next mask finds it again, and says why
             self.suspect, self._matcher = True, None
@@ -188,16 +207,16 @@ class Grammars:
         """Begin the masks of a step's ``sequences``, each with the index of its segment. ``others``: whether the step
         samples other rows."""
         rows = [(index, each.output_length, self._of(each)) for index, each in sequences]
-        together: list[tuple[SequenceGrammar, list[int]]] = []
+        together: list[tuple[SequenceGrammar, OutputTokens]] = []
         now = perf_counter()
         for (_, sequence), (_, length, grammar) in zip(sequences, rows, strict=True):
             if grammar.busy or grammar.refusal or grammar.mask_at == length:
                 continue
             grammar.busy, grammar.began_at = True, now
             if grammar.suspect:
-                grammar.job = self._suspect_threads.submit(grammar.compute, sequence.output)
+                grammar.job = self._suspect_threads.submit(grammar.compute, OutputTokens.of(sequence))
             else:
-                together.append((grammar, sequence.output))
+                together.append((grammar, OutputTokens.of(sequence)))
         size = max(CHUNK, -(-len(together) // _THREADS))
         for at in range(0, len(together), size):
             part = together[at : at + size]
@@ -209,7 +228,7 @@ class Grammars:
     def force(self, sequence: Tokens) -> list[int]:
         """Return the tokens that the grammar of ``sequence`` forces after its output, to be appended at once."""
         grammar = sequence.matcher
-        return grammar.force(sequence.output) if isinstance(grammar, SequenceGrammar) else []
+        return grammar.force(OutputTokens.of(sequence)) if isinstance(grammar, SequenceGrammar) else []
 
     def _of(self, sequence: Tokens) -> SequenceGrammar:
         grammar = sequence.matcher
@@ -229,7 +248,7 @@ def begin_masks(grammars: Grammars | None, batch: Batch, sampled: Sequence[int])
     return grammars.begin(rows, others=len(rows) < len(sampled))
 
 
-def _compute(rows: Iterable[tuple[SequenceGrammar, list[int]]]) -> None:
+def _compute(rows: Iterable[tuple[SequenceGrammar, OutputTokens]]) -> None:
     for grammar, output in rows:
         grammar.compute(output)
 

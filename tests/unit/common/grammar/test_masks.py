@@ -13,7 +13,7 @@ from common.core.request import Request, SamplingParams
 from common.core.sequence import Sequence
 from common.grammar import compiled, masks
 from common.grammar.compiled import CompiledGrammars
-from common.grammar.masks import SequenceGrammar
+from common.grammar.masks import OutputTokens, SequenceGrammar
 from tests.fakes.constrained import EOS, TOKENIZER, TOKENS, allowed
 from tests.unit.common.grammar.test_matcher import THREADS
 
@@ -22,11 +22,15 @@ def grammars() -> CompiledGrammars:
     return CompiledGrammars(TOKENIZER, TOKENS, (EOS,), THREADS)
 
 
+def whole(output: list[int]) -> OutputTokens:
+    return OutputTokens(output, 0, len(output))
+
+
 def follow(one: SequenceGrammar, rng: random.Random, count: int) -> list[int]:
     """Let ``one`` take ``count`` random tokens, and return them; less if it is refused."""
     output: list[int] = []
     for _ in range(count):
-        one.compute(output)
+        one.compute(whole(output))
         if one.refusal is not None:
             break
         output.append(rng.choice([token for token in allowed(one.mask) if token != EOS]))
@@ -82,9 +86,9 @@ def test_a_suspect_is_one_until_a_mask_was_fast(monkeypatch: pytest.MonkeyPatch)
     assert one.suspect
     monkeypatch.setattr(masks, "SUSPECT_S", 0.0)
     output = follow(one, random.Random(1), 2)
-    assert one.suspect and one.force(output) == [] and one.refusal is None
+    assert one.suspect and one.force(whole(output)) == [] and one.refusal is None
     monkeypatch.setattr(masks, "SUSPECT_S", 60.0)
-    one.compute(output)
+    one.compute(whole(output))
     assert not one.suspect
 
 
@@ -95,5 +99,5 @@ def test_an_unexpected_failure_fails_the_sequence(monkeypatch: pytest.MonkeyPatc
     one = begin(grammars(), 'start: "a"')
     monkeypatch.setattr(masks.Matcher, "fill", fails)
     with pytest.raises(RuntimeError):
-        one.compute([])
+        one.compute(whole([]))
     assert one.refusal is not None and one.refusal.code == "grammar_failed" and not one.busy
