@@ -7,7 +7,10 @@ coordinator never do. Must not know: model code, requests, schedulers, pools; on
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 MISSING = "the package triton is not installed"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -19,4 +22,18 @@ def unusable(device: str) -> str | None:
     import triton."""
     if device != "cuda" and not INTERPRETED:
         return "Triton kernels run on GPUs; on a CPU only with TRITON_INTERPRET=1, very slowly"
-    return MISSING if find_spec("triton") is None else None
+    if find_spec("triton") is None:
+        return MISSING
+    return None if INTERPRETED else _cannot_build()
+
+
+def _cannot_build() -> str | None:
+    """Return what Triton lacks to build, on its first use, the module in C with which it calls the driver; None if
+    nothing."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler (Debian: apt install gcc libc6-dev)"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)  # as Triton does
+    if not Path(headers, "Python.h").exists():
+        return f"Triton needs Python's headers, which are not in {headers} (Debian: apt install python3-dev)"
+    return None
