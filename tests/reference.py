@@ -156,13 +156,18 @@ def uniform_for(seed: int, choice: int, position: int) -> float:
 
 
 def process(row: Row, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams) -> Row:
-    """Return the logits after min_tokens, logit_bias and penalties (in this order), before temperature."""
+    """Return the logits after min_tokens, logit_bias, restrictions and penalties, before temperature."""
     logits = row.astype(np.float64).copy()
     if len(output) < sampling.min_tokens:
         for token in (*sampling.eos_token_ids, *sampling.stop_token_ids):
             logits[token] = -math.inf
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
+    if sampling.allowed_token_ids:
+        logits[[token not in sampling.allowed_token_ids for token in range(len(logits))]] = -math.inf
+    for *before, last in sampling.bad_words:
+        if list(output[len(output) - len(before) :]) == before:
+            logits[last] = -math.inf
     if sampling.repetition_penalty != 1.0:
         for token in {*prompt, *output}:
             divide = logits[token] > 0

@@ -58,6 +58,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/engine/test_pool",
             "unit/common/engine/test_rank_gpus",
             "unit/common/engine/test_rank_graphs",
+            "unit/common/engine/test_restrictions",
             "unit/common/engine/test_device_sampler",
             "unit/common/engine/test_sampler",
             "unit/common/kernels/test_tiles",

@@ -18,8 +18,12 @@ MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 31
 MAX_GRAMMAR = 1 << 18
 """Characters of a request's grammar."""
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
+"""Token sequences that a request may forbid, and tokens in each."""
 GREEDY_BELOW = 1e-5
 """A lower temperature means greedy, as in vLLM: logits divided by it would overflow float32."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+BadWord = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 Id = Annotated[RequestId, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)]
 
 
@@ -43,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     ``stop_token_ids`` can be sampled. ``seed`` is always set: the coordinator draws one if the client sent none.
     ``prompt_logprobs`` is as ``logprobs``, for all tokens of the prompt but the first. ``grammar`` is a grammar of
     llguidance (Lark text or its JSON form), which the whole output from its first token on must match; empty is no
-    constraint.
+    constraint. Only ``allowed_token_ids`` are sampled, unless there are none, and never the last token of one of
+    ``bad_words`` right after its other tokens, all of them output.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -63,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    allowed_token_ids: tuple[TokenId, ...] = ()
+    bad_words: Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)] = ()
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -77,10 +84,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
+    def restricts(self) -> bool:
+        """Whether some tokens may not be sampled, apart from a grammar."""
+        return bool(self.allowed_token_ids or self.bad_words)
+
+    @property
     def takes_best(self) -> bool:
         """Whether sampling is a plain argmax of the logits once ``min_tokens`` are output: greedy, without logprobs,
-        bias, penalties or a grammar."""
-        plain = self.logprobs is None and not (self.logit_bias or self.has_penalty or self.grammar)
+        bias, penalties, a grammar or other restrictions."""
+        changed = self.logit_bias or self.has_penalty or self.grammar or self.restricts
+        plain = self.logprobs is None and not changed
         return self.temperature < GREEDY_BELOW and plain
 
 

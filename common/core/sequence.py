@@ -35,9 +35,11 @@ class Sequence:
         "finish",
         "id",
         "logprobs",
+        "masked",
         "matcher",
         "prompt_length",
         "request",
+        "restriction",
         "run",
         "scored",
         "siblings",
@@ -61,6 +63,8 @@ class Sequence:
         """Rows of the prompt, from the first on, that give the log-probability of the token behind them."""
         self.scored = min(request.scored, self.to_score)
         """How many of these have been computed, here or in an earlier attempt."""
+        self.restriction: object | None = None
+        """Masks of the request's restrictions on this worker (:mod:`common.engine.restrictions`), made on demand."""
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
@@ -69,6 +73,8 @@ class Sequence:
         self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
         self._keeps_logprobs = sampling.logprobs is not None
         self.constrained = bool(sampling.grammar)
+        self.masked = self.constrained or sampling.restricts
+        """Whether the next token is sampled under a mask."""
         self._last_length = self.prompt_length + sampling.max_tokens
         self.best_from: float = self._ends_from if sampling.takes_best else inf
         """Length in tokens from which on the next token is a plain argmax (``SamplingParams.takes_best``), or inf."""

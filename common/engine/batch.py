@@ -11,6 +11,7 @@ import torch
 
 from common.attention.interface import Span
 from common.core.sequence import Batch, Segment
+from common.engine.restrictions import restricted
 from common.engine.sampler import SampleRow
 from common.grammar.masks import SequenceGrammar
 
@@ -123,7 +124,7 @@ def _add_scores(step: FlatStep, index: int, offset: int, segment: Segment) -> No
 
 
 def rows_to_sample(
-    batch: Batch, sampled: Sequence[int], masks: Mapping[int, SequenceGrammar] | None = None
+    batch: Batch, sampled: Sequence[int], vocab_size: int, masks: Mapping[int, SequenceGrammar] | None = None
 ) -> list[SampleRow]:
     """Return the tokens to sample: for each segment in ``sampled``, one per choice of its sequence. ``row`` is the
     segment's index in ``sampled``. ``masks``: the grammars of those segments that have one."""
@@ -131,7 +132,8 @@ def rows_to_sample(
     for place, index in enumerate(sampled):
         sequence = batch.segments[index].sequence
         sampling, grammar = sequence.request.sampling, (masks or {}).get(index)
-        limits = (None, False) if grammar is None else (grammar.mask, grammar.certain)
+        mask, forced = (None, False) if grammar is None else (grammar.mask, grammar.certain)
+        limits = restricted(sequence, mask, vocab_size), forced
         rows += [
             SampleRow(place, sampling, choice, sequence.tokens, sequence.prompt_length, *limits)
             for choice in sequence.choices

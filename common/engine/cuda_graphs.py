@@ -12,8 +12,8 @@ buffers are used in turns of two, which is enough as at most two steps are unrea
 The ranks of a tensor-parallel worker have the same graphs. Rank 0 sends each step that it launches to the others, which
 queue it as well, and gives them its tokens within the graph (:mod:`common.engine.rank_graphs`).
 
-Rows with log-probabilities, penalties, biases or a grammar, and prompts, run outside graphs. A grammar's mask depends
-on the last token, so a step with one cannot be launched before that is read.
+Rows with log-probabilities, penalties, biases, a grammar or restrictions, and prompts, run outside graphs. The mask of
+a grammar depends on the last token, so a step with one cannot be launched before that is read.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class DecodeGraphs:
         sequences = [segment.sequence for segment in batch.segments]
         for segment in batch.segments:
             sequence = segment.sequence
-            if segment.end < len(sequence.tokens) or sequence.siblings or sequence.constrained:
+            if segment.end < len(sequence.tokens) or sequence.siblings or sequence.masked:
                 return None
             if segment.end - sequence.prompt_length < sequence.request.sampling.min_tokens:
                 return None

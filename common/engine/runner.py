@@ -28,6 +28,7 @@ from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.launched import StepLauncher
 from common.engine.prompt_scores import forward_and_score, most_wanted, read
+from common.engine.restrictions import restricted
 from common.engine.sampler import NOTHING_LEFT, peaks, sample
 from common.grammar import errors as grammar_errors
 from common.grammar.masks import Grammars, StepMasks, begin_masks
@@ -206,10 +207,13 @@ class ModelEngine:
         if not step.sampled:
             steps.wait()
             return
-        rows: list[Mask | None] = []
         if masks is not None:
             masks.finish()
-            rows = [masks.ready[index].mask if index in masks.ready else None for index in step.sampled]
+        ready = masks.ready if masks is not None else {}
+        rows: list[Mask | None] = [
+            restricted(batch.segments[index].sequence, ready[index].mask if index in ready else None, self.vocab_size)
+            for index in step.sampled
+        ]
         for index, entries in zip(step.sampled, steps.sample(logits, uploaded, plan, rows), strict=True):
             _put(result, index, entries)
         if masks is not None:
@@ -253,7 +257,8 @@ class ModelEngine:
             for index, sequence, token in zip(sampled, sequences, best, strict=True):
                 result.tokens[index] = [token] * (sequence.siblings + 1)
             return
-        tokens, logprobs = sample(logits, rows_to_sample(batch, sampled, masks.ready if masks is not None else None))
+        ready = masks.ready if masks is not None else None
+        tokens, logprobs = sample(logits, rows_to_sample(batch, sampled, logits.shape[1], ready))
         at = 0
         for index in sampled:
             end = at + len(batch.segments[index].sequence.choices)

@@ -28,7 +28,7 @@ LARGEST = 1e30
 """Larger logits become this before the draw: a penalty may overflow to infinity, and a difference of infinities is
 NaN."""
 NOTHING_LEFT = -2
-"""In place of a token id where a grammar and the other parameters of a request leave none."""
+"""In place of a token id where the mask and the other parameters of a request leave none."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _HEAD = 1024
@@ -38,8 +38,8 @@ _HEAD = 1024
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """One token to sample from logits row ``row`` for ``choice``. ``tokens`` are all token ids before it, of which the
-    first ``prompt_length`` are the prompt. ``mask``: one bit per token id that the request's grammar allows, int32
-    [ceil(vocab / 32)]; None for no grammar. ``certain``: whether the grammar forces the only one."""
+    first ``prompt_length`` are the prompt. ``mask``: one bit per token id that the request's grammar and restrictions
+    allow, int32 [ceil(vocab / 32)]; None for none. ``certain``: whether the grammar forces the only one."""
 
     row: int
     sampling: SamplingParams
@@ -97,7 +97,7 @@ def peaks(logits: torch.Tensor) -> list[int]:
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Return one token id for each entry of ``rows``, sampled from ``logits`` [R, vocab] of any float dtype, and its
-    log-probabilities where the request wants them, else None. The id is NOTHING_LEFT if a grammar's mask and the other
+    log-probabilities where the request wants them, else None. The id is NOTHING_LEFT if a mask and the other
     parameters together leave no token."""
     logits = logits.float()
     if len(rows) != logits.shape[0] or any(row.row != index for index, row in enumerate(rows)):
@@ -151,7 +151,7 @@ def _process(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     if any(row.sampling.has_penalty for row in rows):
         steps.append(_penalise)
     if any(row.mask is not None for row in rows):
-        steps.append(_mask_by_grammar)
+        steps.append(_apply_masks)
     if not steps:
         return logits
     changed = logits.to(torch.float32, copy=True)
@@ -202,7 +202,7 @@ def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
         logits[output] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def _mask_by_grammar(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+def _apply_masks(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     size = logits.shape[1]
     for index, row in enumerate(rows):
         if row.mask is not None:

@@ -6,7 +6,7 @@ from common.core.sequence import Refusal
 
 TOO_COMPLEX, FAILED = "grammar_too_complex", "grammar_failed"
 """Codes of :data:`common.net.messages.FAILURES`: the grammar costs too much, or it cannot be obeyed."""
-NOTHING_LEFT = Refusal(FAILED, "no token is left that the grammar and the other parameters of the request allow")
+NOTHING_LEFT = Refusal(FAILED, "no token is left that all parameters of the request together allow")
 BROKEN = Refusal(FAILED, "the grammar failed in this worker")
 UNKNOWN = Refusal(FAILED, "this worker does not constrain outputs")
 

@@ -226,7 +226,10 @@ class Grammars:
         return StepMasks(rows, others, self.patient)
 
     def force(self, sequence: Tokens) -> list[int]:
-        """Return the tokens that the grammar of ``sequence`` forces after its output, to be appended at once."""
+        """Return the tokens that the grammar of ``sequence`` forces after its output, to be appended at once. None if
+        the request has other restrictions: then the sampler must see each token."""
+        if sequence.request.sampling.restricts:
+            return []
         grammar = sequence.matcher
         return grammar.force(OutputTokens.of(sequence)) if isinstance(grammar, SequenceGrammar) else []
 

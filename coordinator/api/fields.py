@@ -16,6 +16,7 @@ from typing import NoReturn
 import msgspec
 
 from common.core.errors import RequestError
+from common.core.request import MAX_TOKENS
 from coordinator.requests.spec import Json
 
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
@@ -209,6 +210,13 @@ class Fields:
         """Return an integer in [low, high], None if absent. 3.0 is accepted, true is not."""
         value = self.raw(name)
         return None if value is None else checked_integer(value, self.at(name), low, high)
+
+    def tokens(self, name: str, least: int) -> int | None:
+        """Return a number of tokens from ``least`` on; None if absent or -1, which stands for as many as fit."""
+        value = self.integer(name, -1, MAX_TOKENS)
+        if value is not None and -1 < value < least:
+            refuse(f"{self.at(name)!r} must be at least {least}, or -1 for as many as fit.", self.at(name))
+        return None if value == -1 else value
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """Return a number in [low, high], None if absent."""

@@ -17,6 +17,7 @@ from coordinator.api.chat_messages import parse_messages
 from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
 from coordinator.api.structured import parse_constraint
 from coordinator.api.tools import parse_tools
+from coordinator.api.unsupported import refuse_unsupported
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
 MAX_PROMPTS = 64
@@ -24,21 +25,16 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 4096
+MAX_ALLOWED_IDS = 1 << 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's ``max_tokens`` of text completions."""
 MAX_DOCUMENTS = 1024
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 """vLLM accepts any value above 0. Outside of these bounds logits overflow float32 before the penalty is useful."""
 MAX_TOKEN_ID = (1 << 32) - 1
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
-
-_TRANSFER_FIELDS = ("kv_transfer_params", "disagg_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-UNSUPPORTED = {
-    "suffix": "Insertion ('suffix') is not supported: the models served here complete text at its end.",
-    "audio": "Audio output is not supported: this server serves text models.",
-    "use_beam_search": "Beam search is not supported; use 'n' for several choices.",
-    "functions": "'functions' is the deprecated form; send 'tools' instead.",
-    "function_call": "'function_call' is the deprecated form; send 'tool_choice' instead.",
-    "web_search_options": "Web search is not supported: this server opens no outbound connection.",
-}
 
 
 # -- chat -----------------------------------------------------------------------------------------------------------
@@ -54,14 +50,20 @@ def parse_chat(
     """Parse the body of POST /v1/chat/completions. ``budget``, ``check_chars`` and ``arguments_as_text`` are passed to
     :func:`parse_messages`. Raises RequestError."""
     fields = Fields(body)
-    _refuse_unsupported(fields)
+    refuse_unsupported(fields)
+    if fields.boolean("add_special_tokens", False):
+        refuse(
+            "'add_special_tokens' is not supported for chats: the template writes them.",
+            "add_special_tokens",
+            "unsupported",
+        )
     wants = fields.boolean("logprobs", False)
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top is not None and not wants:
         refuse("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    longer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
-    limit = fields.integer("max_tokens", 1, MAX_TOKENS)
-    options = _options(fields, (top or 0) if wants else None, limit if longer is None else longer)
+    longer = fields.tokens("max_completion_tokens", 1)
+    limit = fields.tokens("max_tokens", 1)
+    options = _options(fields, (top or 0) if wants else None, longer if fields.has("max_completion_tokens") else limit)
     max_reasoning = fields.integer("max_reasoning_tokens", 0, MAX_TOKENS)
     messages = parse_messages(fields, budget or JsonBudget(), check_chars, arguments_as_text=arguments_as_text)
     tools = parse_tools(fields)
@@ -137,17 +139,20 @@ def _documents(fields: Fields) -> list[Json] | None:
 
 def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> CompletionBody:
     """Parse the body of POST /v1/completions. Raises RequestError, also for a prompt of more token ids than
-    ``context_length``."""
+    ``context_length`` that is not truncated."""
     fields = Fields(body)
-    _refuse_unsupported(fields)
+    refuse_unsupported(fields)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    limit = fields.integer("max_tokens", 0, MAX_TOKENS)
+    limit, default = fields.tokens("max_tokens", 0), DEFAULT_COMPLETION_TOKENS
+    if limit is None and fields.has("max_tokens"):
+        default = None
     echo = fields.boolean("echo", False)
-    options = _options(fields, logprobs, 16 if limit is None else limit, echoed=logprobs if echo else None)
+    options = _options(fields, logprobs, limit, default, echoed=logprobs if echo else None)
     best_of = fields.integer("best_of", 1, 1 << 16)
     if best_of is not None and best_of > options.n:
-        refuse("'best_of' above 'n' is not supported; ask for n choices and pick among them.", "best_of")
-    prompts = _prompts(fields, context_length)
+        refuse("'best_of' above 'n' is not supported; ask for n choices and pick among them.", "best_of", "unsupported")
+    truncates = options.truncate_prompt is not None
+    prompts = _prompts(fields, MAX_TOKENS if truncates else context_length)
     return CompletionBody(options=_with_ignored(options, fields), prompts=prompts, echo=echo)
 
 
@@ -180,7 +185,7 @@ def token_ids(value: list[object], param: str, limit: int) -> list[int]:
     """Return ``value`` as token ids, at least one and at most ``limit``; RequestError otherwise. The vocabulary size is
     checked by :mod:`coordinator.api.service`."""
     if not value:
-        refuse(f"{param!r} is empty: a prompt needs at least one token.", param)
+        refuse(f"{param!r} is empty: it needs at least one token.", param)
     if len(value) > limit:
         text = f"{param!r} has {len(value)} tokens, but this model's maximum context length is {limit} tokens."
         refuse(text, param, "context_length_exceeded")
@@ -193,26 +198,15 @@ def token_ids(value: list[object], param: str, limit: int) -> list[int]:
 # -- fields of both endpoints -----------------------------------------------------------------------------------------
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    for name in _TRANSFER_FIELDS:
-        if fields.has(name):
-            refuse(
-                f"{name!r} cannot be set by clients: the server decides where KV blocks are sent.", name, "unsupported"
-            )
-    for name, text in UNSUPPORTED.items():
-        value = fields.raw(name)
-        if value is not None and value is not False:
-            refuse(text, name, "unsupported")
-    modalities = fields.array("modalities", 8)
-    if modalities is not None and modalities != ["text"]:
-        refuse("Only the modality 'text' is supported.", "modalities", "unsupported")
-
-
-def _options(fields: Fields, logprobs: int | None, max_tokens: int | None, *, echoed: int | None = None) -> Options:
-    """Parse the common fields. ``echoed``: most likely tokens per prompt token that ``echo`` shows, None for none."""
+def _options(
+    fields: Fields, logprobs: int | None, limit: int | None, default: int | None = None, *, echoed: int | None = None
+) -> Options:
+    """Parse the common fields. ``default``: :attr:`Sampling.default_tokens`. ``echoed``: most likely tokens per prompt
+    token that ``echo`` shows, None for none."""
     fields.skip("user")
+    keep = fields.tokens("truncate_prompt_tokens", 1)
     prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
-    sampling = parse_sampling(fields, logprobs, max_tokens)
+    sampling = parse_sampling(fields, logprobs, limit, default)
     to_report = [each for each in (prompt_logprobs, echoed) if each is not None]
     stream = fields.boolean("stream", False)
     extra = fields.nested("stream_options")
@@ -236,6 +230,8 @@ def _options(fields: Fields, logprobs: int | None, max_tokens: int | None, *, ec
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         constraint=parse_constraint(fields),
         prompt_logprobs=prompt_logprobs,
+        truncate_prompt=(keep or 0) if fields.has("truncate_prompt_tokens") else None,
+        add_special_tokens=fields.boolean("add_special_tokens", True),
     )
 
 
@@ -243,14 +239,15 @@ def _with_ignored(options: Options, fields: Fields) -> Options:
     return replace(options, ignored=tuple(fields.ignored()))
 
 
-def parse_sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Sampling:
-    """Return the sampling fields, with ``logprobs`` and ``max_tokens``, which each API names differently. Raises
-    RequestError."""
+def parse_sampling(fields: Fields, logprobs: int | None, limit: int | None, default: int | None = None) -> Sampling:
+    """Return the sampling fields, with ``logprobs`` and ``limit``, the maximum number of output tokens, which each API
+    names differently. ``default``: :attr:`Sampling.default_tokens`. Raises RequestError."""
     top_k = fields.integer("top_k", -1, MAX_TOKENS)
     top_p = fields.number("top_p", 0, 1)
     min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        refuse(f"'min_tokens' ({min_tokens}) is above 'max_tokens' ({max_tokens}).", "min_tokens")
+    most = default if limit is None else limit
+    if most is not None and min_tokens > most:
+        refuse(f"'min_tokens' ({min_tokens}) is above 'max_tokens' ({most}).", "min_tokens")
     return Sampling(
         temperature=fields.number("temperature", 0, 2),
         top_p=None if top_p is None else max(top_p, 1e-9),  # 0 means greedy: only the most likely token
@@ -261,11 +258,14 @@ def parse_sampling(fields: Fields, logprobs: int | None, max_tokens: int | None)
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
         logit_bias=_logit_bias(fields),
         min_tokens=min_tokens,
-        max_tokens=max_tokens,
+        max_tokens=limit,
+        default_tokens=default if limit is None else None,
         seed=fields.integer("seed", -INT64, INT64 - 1),
         stop_token_ids=_stop_token_ids(fields),
         ignore_eos=fields.boolean("ignore_eos", False),
         logprobs=logprobs,
+        allowed_token_ids=_allowed_token_ids(fields),
+        bad_words=_bad_words(fields),
     )
 
 
@@ -303,6 +303,26 @@ def parse_stops(value: object, name: str) -> tuple[str, ...]:
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     items = fields.array("stop_token_ids", MAX_STOP_IDS) or []
     return tuple(checked_integer(item, f"stop_token_ids[{at}]", 0, MAX_TOKEN_ID) for at, item in enumerate(items))
+
+
+def _allowed_token_ids(fields: Fields) -> tuple[int, ...]:
+    if not fields.has("allowed_token_ids"):
+        return ()
+    return tuple(
+        token_ids(fields.array("allowed_token_ids", MAX_ALLOWED_IDS) or [], "allowed_token_ids", MAX_ALLOWED_IDS)
+    )
+
+
+def _bad_words(fields: Fields) -> tuple[str, ...]:
+    words: list[str] = []
+    for index, word in enumerate(fields.array("bad_words", MAX_BAD_WORDS) or ()):
+        param = f"bad_words[{index}]"
+        if not isinstance(word, str):
+            wrong_type(param, "a string", word)
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            refuse(f"{param!r} must have between 1 and {MAX_BAD_WORD_CHARS} characters, not only white space.", param)
+        words.append(word)
+    return tuple(words)
 
 
 def parse_cache_salt(fields: Fields) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import TypeVar
@@ -56,6 +56,7 @@ _LOGPROB_BYTES = {"messages": 110, "prompt": 50}
 of the prompt field: chat responses have more per entry than completions."""
 _PROMPT_LOGPROB_BYTES = 85
 """The same for an entry of ``prompt_logprobs``."""
+_KEPT_BAD_WORDS = 256
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
@@ -97,6 +98,7 @@ class ServedModel:
         self._most_repeated = config.max_body_bytes
         self._most_templated = max(MOST_TEMPLATED, config.max_body_bytes * 3 // 2)
         self._lanes = Lanes()
+        self._banned = functools.lru_cache(maxsize=_KEPT_BAD_WORDS)(self.text.bad_words)
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.vocab_size, self.eos_token_ids)
 
     def close(self) -> None:
@@ -145,15 +147,18 @@ class ServedModel:
         """Render the chat template. ``field``: the name of the field with the messages. Raises RequestError if they
         cannot fit the context, before rendering if they are too long themselves, else as soon as the rendered text is
         too long."""
-        self.check_chars(_size([body.messages, body.tools, body.documents, body.template_kwargs]), field)
-        most = min(self._most_chars, self._most_templated)
+        truncates = body.options.truncate_prompt is not None
+        if not truncates:
+            self.check_chars(_size([body.messages, body.tools, body.documents, body.template_kwargs]), field)
+        most = self._most_templated if truncates else min(self._most_chars, self._most_templated)
         try:
             chat = self.text.chat_text(body, most)
         except TooMuchText:
             head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
             text = f"{head}, but {field!r} has more after the chat template is applied. Shorten it."
             raise _too_long(text, field) from None
-        self.check_chars(chat.chars, field)
+        if not truncates:
+            self.check_chars(chat.chars, field)
         return chat
 
     def reading(self, body: ChatBody, chat: ChatText) -> OutputReading | None:
@@ -165,20 +170,39 @@ class ServedModel:
             return None
         return OutputReading(form, tools, chat.thinking, body.include_reasoning)
 
-    async def chat_prompt(self, chat: ChatText, field: str = "messages") -> list[int]:
-        """Return the token ids of a rendered chat. ``field``: as for :meth:`chat_text`."""
-        return await self._tokens(self.text.chat_slices(chat), len(chat.text), self.context_length, field)
+    async def chat_prompt(self, chat: ChatText, options: Options, field: str = "messages") -> list[int]:
+        """Return the token ids of a rendered chat, truncated if the client wants that. ``field``: as for
+        :meth:`chat_text`."""
+        slices, most = self.text.chat_slices(chat), self._most_tokens(options)
+        return self._truncated(await self._tokens(slices, len(chat.text), most, field), options)
 
-    async def text_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Return the token ids of completion prompts. Prompts given as ids are only checked against the vocabulary."""
-        self.check_prompts(prompts)
-        return [await self._text_prompt(prompt) for prompt in prompts]
+    async def text_prompts(self, prompts: Sequence[str | list[int]], options: Options) -> list[list[int]]:
+        """Return the token ids of completion prompts, truncated if the client wants that. Prompts given as ids are only
+        checked against the vocabulary."""
+        self.check_prompts(prompts, options)
+        return [self._truncated(await self._text_prompt(prompt, options), options) for prompt in prompts]
 
-    def check_prompts(self, prompts: Sequence[str | list[int]]) -> None:
+    def _most_tokens(self, options: Options) -> int:
+        """Return the maximum length of a prompt before truncation."""
+        return self.context_length if options.truncate_prompt is None else max(self.context_length, MAX_COUNTED_TOKENS)
+
+    def _truncated(self, prompt: list[int], options: Options) -> list[int]:
+        """Return the last tokens of ``prompt`` that ``truncate_prompt_tokens`` keeps."""
+        keep = options.truncate_prompt
+        if keep is None:
+            return prompt
+        if keep == 0:
+            asked = options.sampling.max_tokens
+            output = (options.sampling.default_tokens or 1) if asked is None else asked
+            keep = max(1, self.context_length - output)
+        return prompt[-keep:]
+
+    def check_prompts(self, prompts: Sequence[str | list[int]], options: Options) -> None:
         """Raise RequestError if one of ``prompts`` cannot fit the context or has ids outside the vocabulary."""
         for prompt in prompts:
             if isinstance(prompt, str):
-                self.check_chars(len(prompt), "prompt")
+                if options.truncate_prompt is None:
+                    self.check_chars(len(prompt), "prompt")
             elif max(prompt) >= self.checkpoint.vocab_size:
                 self._outside("prompt", max(prompt))
 
@@ -212,10 +236,11 @@ class ServedModel:
             text = f"The text of 'tokens' has {size:,} bytes, at most {self._most_repeated:,} are allowed"
             refuse(f"{text} (--max-body-bytes).", "tokens")
 
-    async def _text_prompt(self, prompt: str | list[int]) -> list[int]:
+    async def _text_prompt(self, prompt: str | list[int], options: Options) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        ids = await self._tokens(self.text.slices(prompt), len(prompt), self.context_length, "prompt")
+        slices = self.text.slices(prompt, add_special_tokens=options.add_special_tokens)
+        ids = await self._tokens(slices, len(prompt), self._most_tokens(options), "prompt")
         if not ids:
             raise RequestError("A prompt is empty: it needs at least one token.", param="prompt", code="invalid_value")
         return ids
@@ -337,6 +362,8 @@ class ServedModel:
             logprobs=asked.logprobs,
             grammar=grammar,
             prompt_logprobs=asked.prompt_logprobs,
+            allowed_token_ids=asked.allowed_token_ids,
+            bad_words=self._banned(asked.bad_words),
         )
 
     def _check_prompt_logprobs(self, options: Options, prompt_tokens: int, prompt_field: str, choices: int) -> int:
@@ -359,6 +386,8 @@ class ServedModel:
         limit = self.context_length
         room = limit - prompt_tokens
         fitting = room if most_output is None else min(room, max(1, most_output))
+        if asked.default_tokens is not None:
+            fitting = min(fitting, asked.default_tokens)
         wanted = fitting if asked.max_tokens is None else asked.max_tokens
         if wanted == asked.max_tokens == 0 <= room or 1 <= wanted <= room:
             return wanted
@@ -382,9 +411,17 @@ class ServedModel:
 
     def _check_ids(self, asked: Sampling) -> None:
         vocab = self.checkpoint.vocab_size
-        for param, ids in (("stop_token_ids", asked.stop_token_ids), ("logit_bias", tuple(asked.logit_bias))):
-            if ids and max(ids) >= vocab:
-                self._outside(param, max(ids))
+        given: tuple[tuple[str, Iterable[int]], ...] = (
+            ("stop_token_ids", asked.stop_token_ids),
+            ("logit_bias", asked.logit_bias),
+            ("allowed_token_ids", asked.allowed_token_ids),
+        )
+        for param, ids in given:
+            if (largest := max(ids, default=0)) >= vocab:
+                self._outside(param, largest)
+        ends = {*self.eos_token_ids, *asked.stop_token_ids}
+        if asked.min_tokens and asked.allowed_token_ids and ends.issuperset(asked.allowed_token_ids):
+            refuse("'allowed_token_ids' has only ids that end the output, which 'min_tokens' forbids.", "min_tokens")
 
     def _outside(self, param: str, token: int) -> None:
         raise RequestError(

@@ -10,7 +10,12 @@ from collections.abc import Iterable
 
 from coordinator.api.fields import Fields, refuse
 from coordinator.api.openai import parse_cache_salt, parse_sampling
+from coordinator.api.structured import GUIDED
+from coordinator.api.unsupported import refuse_unsupported
 from coordinator.requests.spec import Constraint, Options
+
+_CONSTRAINTS = ("response_format", "structured_outputs", *GUIDED, "prompt_logprobs", "echo", "truncate_prompt_tokens")
+"""Fields of other endpoints that change the answer."""
 
 
 def parse_options(
@@ -42,7 +47,11 @@ def parse_options(
 
 def refuse_present(fields: Fields, refused: Iterable[tuple[str, str]]) -> None:
     """Raise RequestError for the first field of ``refused``, pairs of a name and the text that says why, that is
-    present and neither false nor empty."""
+    present and neither false nor empty, and for what no endpoint can obey."""
+    refuse_unsupported(fields)
+    for name in _CONSTRAINTS:
+        if fields.has(name):
+            refuse(f"{name!r} is not supported here: use /v1/chat/completions.", name, "unsupported")
     for name, text in refused:
         if fields.raw(name) not in (None, False, "", [], {}):
             refuse(text, name, "unsupported")

@@ -128,7 +128,7 @@ def _record(
         arrived_at=arrived_at,
         tokenized_at=time.monotonic(),
         deadline_at=arrived_at + services.config.request_timeout,
-        open_ended=options.sampling.max_tokens is None,
+        open_ended=options.sampling.max_tokens is None and sampling.max_tokens != options.sampling.default_tokens,
     )
 
 

@@ -63,7 +63,7 @@ async def answer_chat(
     if chat.unparsed:
         request[EXTRA_HEADERS] = {**request.get(EXTRA_HEADERS, {}), **UNPARSED_TOOLS}
     grammar = await model.grammar(chat.take_grammar())
-    prompt = await model.chat_prompt(chat.take_text(), field)
+    prompt = await model.chat_prompt(chat.take_text(), chat.options, field)
     options = chat.options
     if chat.capped and (options.sampling.max_tokens or 0) > model.context_length - len(prompt):
         options = replace(options, sampling=replace(options.sampling, max_tokens=None))

@@ -52,7 +52,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     def read(fields: Json, _: JsonBudget) -> tuple[CompletionBody, GrammarRequest | None]:
         body = parse_completion(fields, context_length)
         model.check_name(body.options.model)
-        model.check_prompts(body.prompts)
+        model.check_prompts(body.prompts, body.options)
         model.check_repeats(body, body.prompts)
         return body, for_completion(body.options)
 
@@ -60,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     options = body.options
     grammar = await model.grammar(wanted)
     del wanted
-    prompts = await model.text_prompts(body.prompts)
+    prompts = await model.text_prompts(body.prompts, options)
     if options.return_token_ids:
         model.check_repeats(replace(body, echo=False), prompts)
     echoes = await _echoes(model, body, prompts) if body.echo else []
@@ -71,7 +71,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
     """Return the prompt text with which each choice begins (``echo``)."""
-    given = body.prompts
+    given: Sequence[str | list[int]] = body.prompts if body.options.truncate_prompt is None else prompts
     texts = await model.run(
         sum(map(len, prompts)), lambda: [each if isinstance(each, str) else model.text.decode(each) for each in given]
     )

@@ -32,7 +32,9 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling fields as the client set them; None stands for the model's default."""
+    """Sampling fields as the client set them; None stands for the model's default.
+
+    ``max_tokens`` None: what fits the context, but at most ``default_tokens`` if these are given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -44,6 +46,7 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     min_tokens: int = 0
     max_tokens: int | None = None
+    default_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -51,6 +54,8 @@ class Sampling:
     prompt_logprobs: int | None = None
     """Most likely tokens per prompt token that the workers report, for ``prompt_logprobs`` or for ``echo`` with
     ``logprobs``; None for no log-probabilities of the prompt."""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,10 @@ class Options:
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None
     """The field of that name: most likely tokens per prompt token in the answer's ``prompt_logprobs``."""
+    truncate_prompt: int | None = None
+    """Last tokens of the prompt to keep, 0 for as many as fit the context, None for all."""
+    add_special_tokens: bool = True
+    """Whether a text prompt begins with the tokens that the tokenizer adds, such as the beginning of a sequence."""
     ignored: tuple[str, ...] = ()
 
 

@@ -108,6 +108,13 @@ class TextModel:
         yield from parts
         yield after
 
+    def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of ``words`` that an output must not have: each word as it is and with a space
+        before it, as in vLLM. The same word may be spelled by other tokens, which are not found."""
+        bare = [word.lstrip() for word in words]
+        found = [tuple(self.encode(text, add_special_tokens=False)) for word in bare for text in (word, f" {word}")]
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
     def chat_text(self, body: ChatBody, most: int = sys.maxsize) -> ChatText:
         """Render the chat template. Raises RequestError if the model has no template or the template fails, TooMuchText
         if the text would have more than ``most`` characters."""

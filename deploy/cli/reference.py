@@ -29,6 +29,7 @@ from coordinator.api import (
     structured,
     tools,
 )
+from coordinator.api.unsupported import UNSUPPORTED
 from coordinator.cluster.registry import Registry
 from coordinator.http import anthropic as messages_routes
 from coordinator.http import pages, routes
@@ -107,6 +108,7 @@ _GETTERS = {
     "string": "string",
     "choice": "string",
     "integer": "integer",
+    "tokens": "integer",
     "number": "number",
     "mapping": "object",
     "nested": "object",
@@ -119,7 +121,7 @@ _GETTERS = {
 
 def http_page() -> str:
     """Endpoints, request fields, refused fields and error codes."""
-    refused = openai.UNSUPPORTED
+    refused = {name: text.format(name=name) for name, text in UNSUPPORTED.items()}
     chat, text = request_fields(openai.parse_chat), request_fields(openai.parse_completion)
     both = dict(chat.items() & text.items())
     return _page(

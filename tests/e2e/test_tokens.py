@@ -73,6 +73,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "min_p": 0.1, "frequency_penalty": 0.5},
     {"temperature": 1.0, "top_k": 100, "top_p": 0.95, "repetition_penalty": 1.2, "presence_penalty": 0.5},
     {"temperature": 0.8, "logit_bias": {"300": 3.0, "301": -100}, "min_tokens": 6},
+    {"temperature": 1.1, "allowed_token_ids": list(range(250, 400)), "presence_penalty": 1.0},
 )
 
 

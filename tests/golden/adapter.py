@@ -342,7 +342,7 @@ class Generator:
         for token in tokens:
             batch = Batch((Segment(sequence, sequence.computed, sequence.missing),), (_TABLE,))
             logits = self._engine.logits(batch).float()
-            rows = rows_to_sample(batch, [0])
+            rows = rows_to_sample(batch, [0], logits.shape[1])
             with torch.inference_mode():
                 for error in errors:
                     if sample(logits + logits.std() * torch.as_tensor(error), rows)[0] != [token]:

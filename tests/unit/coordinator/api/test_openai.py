@@ -168,7 +168,11 @@ def test_defaults() -> None:
     options = chat().options
     assert (options.n, options.stream, options.sampling.max_tokens, options.sampling.logprobs) == (1, False, None, None)
     assert options.sampling.temperature is None, "the model's own default counts"
-    assert completion().options.sampling.max_tokens == 16
+    assert completion().options.sampling.max_tokens is None
+    assert completion().options.sampling.default_tokens == 16
+    assert completion(max_tokens=-1).options.sampling == chat().options.sampling, "as many as fit"
+    assert chat(max_tokens=5, max_completion_tokens=-1).options.sampling.max_tokens is None
+    assert chat().options.truncate_prompt is None and chat(truncate_prompt_tokens=-1).options.truncate_prompt == 0
 
 
 def test_every_sampling_field_arrives() -> None:
@@ -203,7 +207,20 @@ def test_every_sampling_field_arrives() -> None:
         ({"n": MAX_CHOICES + 1}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids"),
+        ({"allowed_token_ids": [3, -1]}, "allowed_token_ids[1]"),
+        ({"allowed_token_ids": ["3"]}, "allowed_token_ids[0]"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["word", 5]}, "bad_words[1]"),
+        ({"bad_words": [" "]}, "bad_words[0]"),
+        ({"bad_words": ["x" * 257]}, "bad_words[0]"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 1e300}, "max_tokens"),
         ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
