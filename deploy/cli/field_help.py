@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 FIELD_HELP = {
+    "add_special_tokens": "Whether a text prompt begins with the tokens that the tokenizer adds. For chats only false.",
+    "allowed_token_ids": "Sample only these token ids.",
+    "bad_words": "Texts that the output must not have, each as its own tokens and as those with a space before it.",
+    "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt; -1: what fits beside `max_tokens`.",
     "add_generation_prompt": "Whether the template ends with the opening of the assistant's turn.",
     "best_of": "Accepted only when not above `n`.",
     "cache_salt": "Requests share cached prefixes only with requests of the same salt.",
@@ -22,9 +26,9 @@ FIELD_HELP = {
     "include_stop_str_in_output": "Keep the stop string in the output.",
     "logit_bias": "Token id to a value from -100 to 100 that is added to its logit.",
     "logprobs": "Return the log-probability of each output token; `top_logprobs` adds alternatives.",
-    "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`.",
+    "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`. -1: what fits.",
     "max_reasoning_tokens": "Longest reasoning in tokens, for models whose reasoning ends with a token of its own.",
-    "max_tokens": "Longest output in tokens. Default: what fits for chats, 16 for completions.",
+    "max_tokens": "Longest output in tokens; -1: what fits. Default: what fits for chats, at most 16 for completions.",
     "messages": "The conversation: roles system, developer, user, assistant, tool; text content only.",
     "min_p": "Smallest probability of a token, relative to the most likely one.",
     "min_tokens": "Output tokens before an end-of-sequence token or a stop may end the output.",

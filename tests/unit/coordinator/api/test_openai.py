@@ -338,7 +338,7 @@ def test_chats_that_are_refused(fields: dict[str, Any], param: str) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ],
 )

@@ -64,7 +64,6 @@ async def test_what_fits_the_context_is_kept_and_written(cluster: FakeCluster) -
         ({"truncate_prompt_tokens": -1}, context - 16, 16),
         ({"truncate_prompt_tokens": -1, "max_tokens": 100}, context - 100, 100),
         ({"truncate_prompt_tokens": -1, "max_tokens": -1}, context - 1, 1),
-        ({"truncate_prompt_tokens": -1, "max_tokens": 0}, context, 0),
         ({"truncate_prompt_tokens": context - 7}, context - 7, 7),
         ({"prompt": long[: context - 9]}, context - 9, 9),
         ({"prompt": long[: context - 20]}, context - 20, 16),
