@@ -143,9 +143,8 @@ def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> Completion
     fields = Fields(body)
     refuse_unsupported(fields)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    limit, default = fields.tokens("max_tokens", 0), DEFAULT_COMPLETION_TOKENS
-    if limit is None and fields.has("max_tokens"):
-        default = None
+    limit = fields.tokens("max_tokens", 0)
+    default = None if fields.has("max_tokens") else DEFAULT_COMPLETION_TOKENS
     echo = fields.boolean("echo", False)
     options = _options(fields, logprobs, limit, default, echoed=logprobs if echo else None)
     best_of = fields.integer("best_of", 1, 1 << 16)
