@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from common.core.request import SamplingParams
 from tests.golden import adapter
 from tests.golden.store import ADVICE, HERE, Digest, Lines, difference, read_digests, write_digests
 
@@ -24,7 +25,11 @@ SPACING = 16
 PROTOCOL_SHOWN = 12
 """Shown in each Hello in place of the protocol's number: to raise that alone changes no history, and ``wire.json`` has
 it."""
+SAMPLING_SHOWN = 17
+"""Number of sampling parameters that are always shown. Later ones are if they are set: to add one changes no history,
+and ``wire.json`` has it."""
 CHUNK = 20
+_SAMPLING_FIELDS = len(SamplingParams.__struct_fields__)
 
 
 @contextlib.contextmanager
@@ -58,6 +63,9 @@ def _steady(value: Any) -> Any:
     kind = type(value)
     if kind is float:
         return float(f"{value:.6g}")
+    if kind is list and len(value) == _SAMPLING_FIELDS:
+        while len(value) > SAMPLING_SHOWN and not value[-1]:
+            value = value[:-1]
     if kind is list:
         return [_steady(each) for each in value]
     if kind is dict:

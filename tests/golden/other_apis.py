@@ -59,6 +59,8 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
      "missing_required_parameter"),
     ({"instructions": 3}, "instructions", "invalid_type"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+    ({"logits_processors": ["x"]}, "logits_processors", "unsupported"),
     ({"conversation": "conv_1"}, "conversation", "unsupported"),
     ({"background": True}, "background", "unsupported"),
     ({"prompt": {"id": "p"}}, "prompt", "unsupported"),

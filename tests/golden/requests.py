@@ -149,6 +149,13 @@ BOTH: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None, 0, 1, False),
     "modalities": (None, ["text"], ["text", "audio"], ["audio"], [], "text", 1),
     "response_format": (None, {}, {"type": "text"}, {"type": "json_object"}, {"type": "json_schema"}, {"type": 1}, 1),
+    "allowed_token_ids": ([], [5], [5, 9.0], [512], [-1], ["5"], "x", 1, None),
+    "bad_words": ([], ["a"], ["a", " b", "cd"], [1], [" "], ["x" * 257], ["x"] * 129, "x", None),
+    "truncate_prompt_tokens": integer(1, 2**31 - 1, 2, -1),
+    "add_special_tokens": boolean(),
+    "logits_processors": anything(),
+    "length_penalty": (None, 1, 1.0, 2, True),
+    "spaces_between_special_tokens": boolean(),
     "an_unknown_field": anything(),
 }  # fmt: skip
 ONLY_CHAT: dict[str, tuple[Any, ...]] = {
@@ -273,6 +280,10 @@ TOGETHER: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXT, {"max_tokens": 20, "stop": ["e", "a", "i", "o"], "min_tokens": 9}),
     (TEXT, {"max_tokens": 20}),
     (TEXT, {"max_tokens": None}),
+    (TEXT, {"max_tokens": -1, "prompt": [40] * 2040}),
+    (TEXT, {"max_tokens": None, "prompt": [40] * 2040}),
+    (TEXT, {"truncate_prompt_tokens": -1, "prompt": [40] * 2100, "echo": True}),
+    (TEXT, {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}),
     (TEXT, {"logit_bias": {str(token): 1 for token in range(512)}}),
 )
 _F: Any = {"type": "function", "function": {"name": "f"}}
