@@ -14,6 +14,7 @@ to the residual stream is the same on all ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -24,6 +25,8 @@ from common.attention.interface import Params, RotatingAttention, Rotation, bind
 from common.model.collective import Collective
 from common.model.layers import DenseAttention, has_usual_parts, is_rms_norm
 from common.model.parallel_layers import SummedLinear
+
+log = logging.getLogger("tandem.load")
 
 PARTS = ("linears", "norms", "rotary", "activation")
 """What can be fused, each by itself. All but the linears need Triton."""
@@ -187,7 +190,17 @@ def fuse_gpu_layers(model: Any, parts: Collection[str] = PARTS, collective: Coll
         GpuLayer(layer, trial.params, residual, index == 0, parts)
         for index, (layer, trial) in enumerate(zip(layers, trials, strict=True))
     ]
-    met = [trial.is_met_by(layer, residual) for trial, layer in zip(trials, fused, strict=True)]  # on all ranks as many
+    try:
+        met = [
+            trial.is_met_by(layer, residual) for trial, layer in zip(trials, fused, strict=True)
+        ]  # as many on all ranks
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler may raise anything
+        if collective is not None:
+            raise  # other ranks wait in the middle of a layer
+        log.warning("layers are not fused: %s: %s", type(error).__name__, " ".join(str(error).split())[:200])
+        return 0
     if not _agreed(all(met), collective, decoder.norm.weight.device):  # type: ignore[union-attr]
         return 0
     for index, layer in enumerate(fused):

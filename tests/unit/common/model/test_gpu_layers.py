@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from common.attention.interface import ATTENTION, bind, from_transformers
+from common.model import gpu_layers
 from common.model.gpu_layers import GpuLayer, LastNorm, fuse_gpu_layers
 from common.model.layers import DenseAttention
 from tests.models import SERVED
@@ -55,6 +56,21 @@ def test_a_layer_that_computes_something_else_stays() -> None:
     model.model.layers[1].forward = lambda *args, **kwargs: 1.01 * forward(*args, **kwargs)
     expected = logits(model)
     assert fuse_gpu_layers(model, ["linears"]) == 0
+    bind(model, DenseAttention())
+    torch.testing.assert_close(logits(model), expected)
+
+
+def test_layers_whose_kernels_cannot_be_compiled_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def add_norm(*_: Any) -> torch.Tensor:
+        raise RuntimeError("ptxas does not know this GPU\nmore words")
+
+    monkeypatch.setattr(gpu_layers, "_add_norm", add_norm)
+    model = model_of(*SHAPES["llama"], torch.float32)
+    expected = logits(model)
+    assert fuse_gpu_layers(model, ["linears", "norms"]) == 0
+    assert "layers are not fused: RuntimeError: ptxas does not know this GPU more words" in caplog.text
     bind(model, DenseAttention())
     torch.testing.assert_close(logits(model), expected)
 
