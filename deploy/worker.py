@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import platform
@@ -106,6 +107,7 @@ def build(
     threads.compute()
     batched_tokens = _batched_tokens(config, machine)
     engine = _load(config, checkpoint, machine, batched_tokens, ranks)
+    importlib.import_module("llguidance")  # which the first grammar needs, perhaps in the middle of other streams
     status.report("warming up")
     step_times = engine.warm_up()
     address = f"tcp://{config.coordinator}"

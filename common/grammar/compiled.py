@@ -9,11 +9,13 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-
-from llguidance import LLMatcher, LLTokenizer
+from typing import TYPE_CHECKING
 
 from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
 from common.grammar.limits import GIVE_UP_S, parser_limits
+
+if TYPE_CHECKING:  # an engine without grammars does not need it
+    from llguidance import LLMatcher, LLTokenizer
 
 log = logging.getLogger("tandem.grammar")
 
@@ -59,6 +61,8 @@ class CompiledGrammars:
         return self._compile(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
         started = perf_counter()
         matcher = LLMatcher(self.tokenizer(), grammar, log_level=0, limits=parser_limits())
         seconds = perf_counter() - started
@@ -76,6 +80,8 @@ class CompiledGrammars:
             return self._tokenizer
 
     def _read(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
         started = perf_counter()
         try:
             text = self._path.read_text(encoding="utf-8")

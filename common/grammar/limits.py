@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from llguidance import LLParserLimits
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 SUSPECT_S = 0.001
 """CPU seconds of one mask from which on no step waits for the masks of its sequence."""
@@ -21,6 +24,8 @@ GIVE_UP_S = 5.0
 def parser_limits() -> LLParserLimits:
     """Return the bounds that llguidance checks itself. Schemas that clients have stay far below: one of 200 optional
     properties has 807 items in a row."""
+    from llguidance import LLParserLimits
+
     return LLParserLimits(
         max_items_in_row=2_000, step_max_items=200_000, step_lexer_fuel=100_000, max_lexer_states=50_000,
         verbose_errors=False,

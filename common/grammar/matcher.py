@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
 
 from common.core.request import SamplingParams
 from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.int32]
 """One bit per token id: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may follow."""

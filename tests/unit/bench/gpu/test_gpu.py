@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,19 @@ def test_a_pair_that_hands_nothing_off_fails_in_words(setting: Setting, monkeypa
     monkeypatch.setattr(pair, "HttpClient", _Server)
     with pytest.raises(StartError, match="not handed off: its path is local"):
         pair._answers(setting, setting.folder, [[1, 2, 3]])
+
+
+@pytest.mark.processes
+def test_the_stages_need_no_package_that_only_serving_needs() -> None:
+    """The machine of ``make gpu`` may have no network: what it lacks is carried there as wheels."""
+    modules = ", ".join(sorted({stage.function.partition(":")[0] for stage in STAGES.values()}))
+    code = (
+        "import sys\n"
+        "for name in ('llguidance', 'prometheus_client', 'jinja2', 'regex', 'yaml'): sys.modules[name] = None\n"
+        f"import bench.commands.gpu, common.engine.loading, {modules}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.processes
