@@ -8,10 +8,11 @@ import msgspec
 
 from common.core.errors import RequestError
 from coordinator.api.blocks import Block, BlockKind, BlockReader, Step
+from coordinator.api.choice import Choice, Piece
 from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import named_event
-from coordinator.api.response_encoder import Choice, Head, Piece, Usage
 from coordinator.api.responses_encoder import added
+from coordinator.api.shape import Head, Usage
 from coordinator.requests.spec import Json
 
 SIGNATURE = "unsigned"

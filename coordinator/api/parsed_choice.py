@@ -1,6 +1,6 @@
 """Choices whose output is read: separated into reasoning, content and tool calls.
 
-Owns the state of one such choice. The plain :class:`~coordinator.api.response_encoder.Choice` serves requests without
+Owns the state of one such choice. The plain :class:`~coordinator.api.choice.Choice` serves requests without
 tools of models without reasoning, at no cost of a parser. Must not know how an answer is encoded.
 """
 
@@ -11,7 +11,7 @@ import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.api.response_encoder import Choice
+from coordinator.api.choice import Choice
 from coordinator.output.deltas import CallDelta, Delta
 from coordinator.output.formats import OutputFormat
 from coordinator.output.parser import OutputParser

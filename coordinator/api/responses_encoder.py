@@ -10,9 +10,10 @@ import msgspec
 
 from common.core.errors import RequestError
 from coordinator.api.blocks import Block, BlockReader, Step
+from coordinator.api.choice import Choice, Piece
 from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import KEEPALIVE, named_event
-from coordinator.api.response_encoder import Choice, Head, Piece, Usage
+from coordinator.api.shape import Head, Usage
 from coordinator.output.deltas import Delta
 from coordinator.requests.spec import Json
 

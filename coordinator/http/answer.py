@@ -15,10 +15,11 @@ from aiohttp import web
 
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import SamplingParams
+from coordinator.api.choice import Choice
 from coordinator.api.parsed_choice import OutputReading, ParsedChoice
 from coordinator.api.prompt_report import PromptReport
-from coordinator.api.response_encoder import Choice, Head, Shape
 from coordinator.api.service import ServedModel
+from coordinator.api.shape import Head, Shape
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_timeout
 from coordinator.http.middleware import REQUEST_ID, WRITTEN, json_response
 from coordinator.http.reply import Reply, StreamReply, WholeReply

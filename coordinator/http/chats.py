@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from coordinator.api.parsed_choice import OutputReading
-from coordinator.api.response_encoder import Shape
 from coordinator.api.service import ServedModel
+from coordinator.api.shape import Shape
 from coordinator.grammar.requests import GrammarRequest
 from coordinator.http.answer import EXTRA_HEADERS, answer
 from coordinator.http.context import SERVICES

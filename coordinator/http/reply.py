@@ -14,7 +14,8 @@ from common.core.errors import RequestError
 from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
-from coordinator.api.response_encoder import Choice, Shape, Usage
+from coordinator.api.choice import Choice
+from coordinator.api.shape import Shape, Usage
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import Json, Options
 

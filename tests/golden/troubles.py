@@ -21,7 +21,7 @@ def _fails(where: str, error: type[Exception] = ZeroDivisionError) -> Callable[[
 
 
 def _second_token_fails(cluster: Any) -> Any:
-    from coordinator.api.response_encoder import Choice
+    from coordinator.api.choice import Choice
 
     original = Choice.feed
 

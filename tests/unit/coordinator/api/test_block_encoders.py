@@ -16,10 +16,11 @@ from pydantic import TypeAdapter
 from common.core.errors import RequestError
 from coordinator.api.anthropic_encoder import MessagesShape, anthropic_error
 from coordinator.api.blocks import BlockReader
+from coordinator.api.choice import Choice, Piece
 from coordinator.api.delta_encoder import encode
-from coordinator.api.response_encoder import Choice, Head, Piece, Usage
 from coordinator.api.responses import parse_responses
 from coordinator.api.responses_encoder import ResponsesShape
+from coordinator.api.shape import Head, Usage
 from coordinator.output.deltas import CallDelta, Delta
 from tests.unit.coordinator.api.event_machines import MessagesMachine, ResponsesMachine, named_events
 

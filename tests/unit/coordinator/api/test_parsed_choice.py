@@ -15,7 +15,8 @@ from common.core.errors import StartError
 from common.core.request import FinishReason
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading, ParsedChoice
-from coordinator.api.response_encoder import ChatShape, Head
+from coordinator.api.response_encoder import ChatShape
+from coordinator.api.shape import Head
 from coordinator.text.tokenizer import TextModel
 from tests.fakes.checkpoint import VOCAB, fake_checkpoint
 

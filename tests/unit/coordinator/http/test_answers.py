@@ -15,17 +15,10 @@ import pytest
 from common.core.ids import pack_tokens
 from common.core.request import FinishReason
 from common.net.messages import Abort, Logprobs, Prefill, Reserve, Role
+from coordinator.api.choice import Choice
 from coordinator.api.openai import parse_chat
-from coordinator.api.response_encoder import (
-    ChatShape,
-    Choice,
-    CompletionShape,
-    Head,
-    Usage,
-    chat_logprob,
-    completion_logprobs,
-    encode,
-)
+from coordinator.api.response_encoder import ChatShape, CompletionShape, chat_logprob, completion_logprobs, encode
+from coordinator.api.shape import Head, Usage
 from coordinator.http.reply import WholeReply
 from coordinator.text.tokenizer import StopStrings, TextModel
 from tests.fakes.checkpoint import EOS, VOCAB

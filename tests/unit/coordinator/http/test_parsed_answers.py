@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from common.net.messages import Abort
+from coordinator.api.choice import Choice
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import ParsedChoice
-from coordinator.api.response_encoder import Choice
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, letters, open_cluster, until, valid
 
 pytestmark = pytest.mark.processes  # tools have grammars, which a process compiles
