@@ -28,6 +28,7 @@ from coordinator.api import (
     single_answer,
     structured,
     tools,
+    unsupported,
 )
 from coordinator.api.unsupported import UNSUPPORTED
 from coordinator.cluster.registry import Registry
@@ -235,7 +236,8 @@ def _other_fields(fields: Mapping[str, str], helps: Mapping[str, str], refused: 
 
 
 def request_fields(
-    parse: Callable[..., object], modules: Sequence[ModuleType] = (openai, chat_messages, structured, tools)
+    parse: Callable[..., object],
+    modules: Sequence[ModuleType] = (openai, chat_messages, structured, tools, unsupported),
 ) -> dict[str, str]:
     """The fields that ``parse`` reads from a request body, with their types and ranges, found in its source.
     ``modules``: those with the functions that it calls; of two with the same name the later one counts."""

@@ -28,7 +28,7 @@ def test_every_request_field_has_a_line_and_every_line_a_field() -> None:
     assert read.keys() == field_help.FIELD_HELP.keys()
     assert read["stream_options.include_usage"] == "boolean"
     assert read["top_logprobs"] == "integer, 0 to 20"
-    assert read["max_tokens"] == "integer, at least 0"
+    assert (read["min_tokens"], read["max_tokens"]) == ("integer, at least 0", "integer")
 
 
 @pytest.mark.parametrize(
