@@ -57,6 +57,9 @@ def make_app(services: Services) -> web.Application:
     app[SERVICES] = services
     for table in (generating, responses, anthropic, pages):
         app.router.add_routes(table)
+        for route in table:  # each path may have a slash at its end
+            if isinstance(route, web.RouteDef) and route.path != "/" and ":" not in route.path:
+                app.router.add_route(route.method, f"{route.path}/", route.handler)
     return app
 
 

@@ -8,6 +8,7 @@ exception to OpenAI's error object. A stack trace is never sent.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 import hmac
 import logging
@@ -38,7 +39,7 @@ WRITTEN = web.RequestKey("written", asyncio.Future)
 """For streams: done when the last event has been written. A client that disconnects afterwards is not logged."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _MESSAGES = "/v1/messages"
-_OPEN_PATHS = ("/health", "/ready")
+_OPEN_PATHS = ("/health", "/ping", "/ready")
 REMEMBERED_HOSTS = 256
 _RANDOM = secrets.SystemRandom()
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
@@ -128,7 +129,7 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
 def route(request: web.Request) -> str:
     """Return the path pattern of the route that matched ``request``, or the path of the request if none matched."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else request.path
+    return (resource.canonical.rstrip("/") or "/") if resource is not None else request.path
 
 
 def _check_body(request: web.Request) -> None:
@@ -261,14 +262,30 @@ def _too_large(request: web.Request) -> RequestError:
     return RequestError(text, status=413, code="request_too_large")
 
 
+_OTHER_USES = re.compile(
+    "(/v[12])?/(embeddings?|embed|pooling|score|rerank|classify|audio|images?|videos|moderations|files|batches"
+    "|fine_tuning|assistants|threads|vector_stores|realtime|uploads)(/.*)?"
+)
+_GENERATES = "POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
+
+
+def _nothing_here(request: web.Request) -> str:
+    """Return the text of a 404: what there is instead of the path of ``request``."""
+    path = request.path[:128]
+    if _OTHER_USES.fullmatch(path):
+        return f"{path} is not supported: this server only generates text, by {_GENERATES}."
+    known = {resource.canonical.rstrip("/") for resource in request.app.router.resources()}
+    near = difflib.get_close_matches(path.rstrip("/"), sorted(known), n=1)
+    return f"There is no endpoint {request.method} {path}. " + (
+        f"The nearest is {near[0]}." if near else "GET / lists all endpoints."
+    )
+
+
 def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestError:
     """Translate an error of aiohttp's router or body reader to a RequestError."""
     match error.status:
         case 404:
-            text = f"There is no endpoint {request.method} {request.path[:128]}."
-            if request.path.startswith(("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/rerank", "/v1/moderations")):
-                text = f"{request.path[:128]} is not supported: this server only generates text."
-            return RequestError(text, status=404, code="not_found")
+            return RequestError(_nothing_here(request), status=404, code="not_found")
         case 405:
             text = f"{request.path[:128]} does not support {request.method[:16]}."
             return RequestError(text, status=405, code="method_not_allowed")

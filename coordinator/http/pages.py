@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from common.core.errors import RequestError
@@ -42,7 +45,7 @@ async def front(request: web.Request) -> web.Response:
     """Show the model and all endpoints, as HTML if the client accepts it (a browser), else as JSON."""
     services = request.app[SERVICES]
     found = [(route.method, route.resource.canonical) for route in request.app.router.routes() if route.resource]
-    endpoints = sorted({(path, method) for method, path in found if method != "HEAD" and path != "/"})
+    endpoints = sorted({(path, method) for method, path in found if method != "HEAD" and not path.endswith("/")})
     headers = {"Vary": "Accept"}
     if "text/html" in request.headers.get("Accept", ""):
         page = _front_page(services.model.name, endpoints)
@@ -71,6 +74,46 @@ def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
     )  # fmt: skip
 
 
+@routes.get("/openapi.json")
+async def openapi(request: web.Request) -> web.StreamResponse:
+    """Describe all endpoints in OpenAPI 3.1."""
+    response = web.Response(body=_openapi(), content_type="application/json")
+    return await deliver_whole(request, response)
+
+
+@functools.cache
+def _openapi() -> bytes:
+    return (Path(__file__).parent / "openapi.json").read_bytes()
+
+
+@routes.get("/docs")
+async def docs(request: web.Request) -> web.StreamResponse:
+    """Show all endpoints and the fields of their bodies as one HTML page that loads nothing else."""
+    return await deliver_whole(request, web.Response(text=_docs_page(), content_type="text/html"))
+
+
+@functools.cache
+def _docs_page() -> str:
+    described = msgspec.json.decode(_openapi())
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem API</title>',
+        "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto}td{padding:2px 12px 2px 0;"
+        "vertical-align:top}</style>",
+        f"<h1>Tandem {html.escape(product_version())}</h1>",
+        '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>',
+    ]
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            parts.append(f"<h2>{method.upper()} {html.escape(path)}</h2><p>{html.escape(operation['summary'])}</p>")
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                fields = [(name, field.get("description", "")) for name, field in schema["properties"].items()]
+                cells = [(html.escape(name), html.escape(words)) for name, words in fields]
+                rows = [f"<tr><td><code>{name}</code></td><td>{words}</td></tr>" for name, words in cells]
+                parts += ["<table>", *rows, "</table>"]
+    return "\n".join([*parts, "</html>\n"])
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +138,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """Describe the served model; 404 for another name."""
     services = request.app[SERVICES]
-    services.model.check_name(request.match_info["id"])
+    services.model.check_name(request.match_info["id"].removesuffix("/"))
     return json_response(_model(services))
 
 
@@ -103,6 +146,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 @routes.post("/tokenize")
+@routes.post("/v1/tokenize")
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """Tokenize a prompt or messages. The request and the response have the format of vLLM's ``/tokenize``."""
     return await deliver_whole(request, await _tokenized(request))
@@ -152,6 +196,7 @@ def _as_chat(body: Json, budget: JsonBudget, model: ServedModel) -> ChatBody:
 
 
 @routes.post("/detokenize")
+@routes.post("/v1/detokenize")
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """Return the text of ``tokens``, at most as many as the context length."""
     return await deliver_whole(request, await _detokenized(request))
@@ -179,6 +224,7 @@ async def _detokenized(request: web.Request) -> web.Response:
 
 
 @routes.get("/health")
+@routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
     """Answer 200 while the coordinator runs."""
     return json_response({"status": "ok"})

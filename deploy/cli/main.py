@@ -129,6 +129,8 @@ def _named(words: Sequence[str], commands: Collection[str]) -> str:
     first, second = words[0], next(iter(words[1:]), "-")
     if first.startswith("-") or first in commands or first == "config":
         return first
+    if first == "serve":  # vLLM's
+        raise StartError("there is no command tandem serve", "tandem up serves a model", "tandem up MODEL")
     if first not in FAMILIES:
         raise unknown("command", first, [*commands, *FAMILIES, "config"], "tandem", "tandem --help")
     if second.startswith("-") or f"{first} {second}" in commands:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -38,9 +39,11 @@ from coordinator.http import responses as responses_routes
 from coordinator.metrics import Metrics
 from deploy.cli.commands import COMMANDS, CONFIG_HELP, CONFIGS
 from deploy.cli.field_help import FIELD_HELP, MESSAGES_HELP, RESPONSES_HELP, TEXT_HELP
+from deploy.cli.openapi import openapi
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
+OPENAPI = ROOT / "coordinator" / "http" / "openapi.json"
 NOTE = "<!-- Written by `python -m deploy.cli.reference`; do not edit. -->"
 
 
@@ -49,6 +52,7 @@ def write() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, text in reference_pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
+    OPENAPI.write_text(openapi_text(), encoding="utf-8")
 
 
 def reference_pages() -> dict[str, str]:
@@ -209,15 +213,48 @@ RESPONSE_HEADERS = (
 
 def endpoints() -> list[tuple[str, str]]:
     """Each route of the application with the first sentence of its handler's docstring."""
+    return [(f"`{route.method} {route.path.replace(':.+', '')}`", words) for route, words in _routes()]
+
+
+def _routes() -> list[tuple[web.RouteDef, str]]:
+    """Each route with the first paragraph of its handler's docstring."""
     found = []
     for route in (*routes.routes, *responses_routes.routes, *messages_routes.routes, *pages.routes):
         assert isinstance(route, web.RouteDef)
         text = inspect.getdoc(route.handler)
         if not text:
             raise ValueError(f"the handler of {route.method} {route.path} has no docstring")
-        path = route.path.replace(":.+", "")
-        found.append((f"`{route.method} {path}`", " ".join(text.partition("\n\n")[0].replace("``", "`").split())))
+        found.append((route, " ".join(text.partition("\n\n")[0].replace("``", "`").split())))
     return found
+
+
+def openapi_text() -> str:
+    """The OpenAPI description that the server sends, as JSON."""
+    chat = request_fields(openai.parse_chat), ("messages",)
+    responses_body, messages_body = (
+        (responses_fields(), ("input",)),
+        (messages_fields(), ("model", "messages", "max_tokens")),
+    )
+    to_tokens = {
+        **dict.fromkeys(("prompt", "model", "reasoning_effort"), "string"),
+        **dict.fromkeys(("messages", "tools", "documents"), "array"),
+        **dict.fromkeys(("add_special_tokens", "return_token_strs", "add_generation_prompt"), "boolean"),
+    }
+    bodies: dict[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": (request_fields(openai.parse_completion), ("prompt",)),
+        "/v1/responses": responses_body,
+        "/v1/responses/input_tokens": responses_body,
+        "/v1/messages": messages_body,
+        "/v1/messages/count_tokens": (messages_body[0], ("model", "messages")),
+        "/admin/drain": ({"worker": "string", "timeout": "number"}, ("worker",)),
+        "/admin/scale": ({"prefill": "integer", "decode": "integer"}, ()),
+    }
+    for prefix in ("", "/v1"):
+        bodies[f"{prefix}/tokenize"] = to_tokens, ()
+        bodies[f"{prefix}/detokenize"] = {"tokens": "array", "model": "string"}, ("tokens",)
+    written = openapi(_routes(), bodies, FIELD_HELP)
+    return json.dumps(written, indent=1) + "\n"
 
 
 def _field_table(fields: Mapping[str, str], helps: Mapping[str, str] = FIELD_HELP) -> str:

@@ -369,8 +369,8 @@ PATHS = (
     "/", CHAT, TEXT, TOKENIZE, DETOKENIZE, "/v1/models", "/v1/models/tiny", "/v1/models/other", "/health", "/ready",
     "/version", "/admin/workers", "/admin/drain", "/admin/scale", "/v1", "/v1/", "/v1/embeddings", "/v1/audio/speech",
     "/v1/responses", "/admin", "/nothing", "/v1/chat/completions/", "//v1/models", "/v1/models/", "/v1/../v1/models",
-    "/%2e%2e/etc/passwd", "/v1/models/%00", "/v1/models/a/b", "/health?x=1", "/" + "x" * 9000, "/metrics?", "/docs",
-    "/openapi.json", "/favicon.ico", "/robots.txt",
+    "/%2e%2e/etc/passwd", "/v1/models/%00", "/v1/models/a/b", "/health?x=1", "/" + "x" * 9000, "/metrics?",
+    "/favicon.ico", "/robots.txt",
 )  # fmt: skip
 KEYS: dict[str, dict[str, str]] = {
     "none": {},
