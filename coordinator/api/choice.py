@@ -34,10 +34,19 @@ class Choice:
                  "logprobs", "prompt", "reasoning_tokens", "report", "rest", "sent_chars", "text")  # fmt: skip
 
     def __init__(
-        self, index: int, prompt: list[int], options: Options, text: TextModel, stops: StopStrings | None
+        self,
+        index: int,
+        prompt: list[int],
+        options: Options,
+        text: TextModel,
+        stops: StopStrings | None,
+        *,
+        continues: bool = False,
     ) -> None:
+        """``continues``: whether the output continues the text of ``prompt``, rather than being a text of its own."""
         self.index, self.prompt = index, prompt
-        self._detokenizer = text.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        after = prompt if continues else ()
+        self._detokenizer = text.detokenizer(skip_special_tokens=options.skip_special_tokens, after=after)
         self._window = StopWindow(stops) if stops else None
         self._include_stop, self._min_tokens = options.include_stop, options.sampling.min_tokens
         self.ids: list[int] = []

@@ -356,7 +356,7 @@ class ServedModel:
             presence_penalty=asked.presence_penalty,
             logit_bias=asked.logit_bias,
             min_tokens=min(asked.min_tokens, max_tokens),
-            stop_token_ids=asked.stop_token_ids,
+            stop_token_ids=self._stop_token_ids(options),
             eos_token_ids=self.eos_token_ids,
             ignore_eos=asked.ignore_eos,
             logprobs=asked.logprobs,
@@ -381,6 +381,12 @@ class ServedModel:
             text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Request fewer, or send fewer prompts at once."
             refuse(text, "logprobs" if field is None else "prompt_logprobs")
         return size
+
+    def _stop_token_ids(self, options: Options) -> tuple[int, ...]:
+        """Return the ids that end an output: also those of stop strings that are exactly one special token, whose text
+        an output does not have."""
+        control = [token for stop in options.stop if (token := self.text.control_token(stop)) is not None]
+        return tuple(dict.fromkeys((*options.sampling.stop_token_ids, *control)))
 
     def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str, most_output: int | None) -> int:
         limit = self.context_length

@@ -74,7 +74,7 @@ async def answer(
     def choice(index: int) -> Choice:
         prompt = prompts[index // options.n]
         if reading is None:
-            made = Choice(index, prompt, options, model.text, stops)
+            made = Choice(index, prompt, options, model.text, stops, continues=prompt_field == "prompt")
         else:
             made = ParsedChoice(index, prompt, options, model.text, stops, reading)
         if reports:

@@ -43,6 +43,9 @@ _TRIAL: list[dict[str, object]] = [
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 ]
+SEEN_TOKENS = 8
+"""Tokens before a stream that its decoder sees: whether a token begins with a space depends on the last of them that
+has any text."""
 MAX_WINDOW_TOKENS = 32
 """Tokens after which an incomplete character is emitted as it is, because it is not the beginning of a valid one."""
 
@@ -155,11 +158,17 @@ class TextModel:
             return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a new incremental decoder for one stream of tokens."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+        """Return a new incremental decoder for one stream of tokens. ``after``: the tokens before it, of whose text it
+        is the continuation, with the space between them. Empty: the stream is a text of its own."""
         if self._byte_level:
-            return _ByteDetokenizer(self, skip_special_tokens)
-        return _WindowDetokenizer(self, skip_special_tokens)
+            return _ByteDetokenizer(self, skip_special_tokens, after)
+        return _WindowDetokenizer(self, skip_special_tokens, after)
+
+    def control_token(self, text: str) -> int | None:
+        """Return the id of the special token that is spelled ``text``, None if there is none."""
+        token: int | None = self.tokenizer.token_to_id(text)
+        return token if token is not None and self.is_special(token) else None
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of ``token``, b"" for an id that the tokenizer does not have."""
@@ -283,9 +292,10 @@ class _ByteDetokenizer:
 
     __slots__ = ("_decode", "_skip", "_spell")
 
-    def __init__(self, text: TextModel, skip_special_tokens: bool) -> None:
+    def __init__(self, text: TextModel, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._spell = text.token_bytes
+        self._decode(b"".join(map(self._spell, after[-SEEN_TOKENS:])))  # keeps the beginning of a character
         self._skip = text.is_special if skip_special_tokens else None
 
     def push(self, token: int) -> str:
@@ -303,10 +313,12 @@ class _WindowDetokenizer:
 
     __slots__ = ("_ids", "_read", "_skip", "_start", "_text")
 
-    def __init__(self, text: TextModel, skip_special_tokens: bool) -> None:
+    def __init__(self, text: TextModel, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._text, self._skip = text, skip_special_tokens
-        self._ids: list[int] = []
-        self._start = self._read = 0
+        self._ids: list[int] = [*after[-SEEN_TOKENS:]]
+        self._start, self._read = 0, len(self._ids)
+        while self._read and text.decode(self._ids[: self._read], skip_special_tokens=self._skip).endswith("�"):
+            self._read -= 1  # an incomplete character: shown as a whole with the token that completes it
 
     def push(self, token: int) -> str:
         self._ids.append(token)

@@ -82,3 +82,14 @@ async def test_a_prompt_without_the_tokenizers_own_tokens(cluster: FakeCluster) 
     model = cluster.services.model
     request = await sent(cluster, TEXT, prompt="hello", add_special_tokens=False)
     assert request.prompt_tokens() == model.text.encode("hello", add_special_tokens=False)
+
+
+async def test_a_stop_string_that_is_a_control_token_stops_at_its_id(cluster: FakeCluster) -> None:
+    """Its text is never part of the output, where it would be looked for."""
+    model = cluster.services.model
+    special = next(token for token in range(20) if model.text.is_special(token) and token not in model.eos_token_ids)
+    stop = [model.text.token_text(special), "zz"]
+    request = await sent(cluster, CHAT, **HELLO, stop=stop, stop_token_ids=[300])
+    assert request.sampling.stop_token_ids == (300, special)
+    request = await sent(cluster, TEXT, prompt="x", stop=f"a{stop[0]}")
+    assert request.sampling.stop_token_ids == ()

@@ -1,0 +1,54 @@
+"""Outputs that continue a prompt's text: the space between the two, and stop strings that are control tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coordinator.text.tokenizer import TextModel, _WindowDetokenizer
+from tests.tiny_tokenizers import CORPUS, KINDS, checkpoint_files
+
+TEXTS = [line for line in CORPUS if line.strip()] + ["Größe und 你好 🙂 naïve", "a  b   c", "x\ny z", "the the the"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    directory = tmp_path_factory.mktemp(request.param)
+    tokenizer = KINDS[request.param]()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    for name, content in checkpoint_files(request.param).items():
+        (directory / name).write_text(json.dumps(content))
+    return TextModel(directory, vocab_size=tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("sample", TEXTS)
+def test_prompt_and_output_together_are_the_whole_text(text: TextModel, sample: str) -> None:
+    """Wherever a text is cut between two tokens, neither a space nor a character is lost or doubled."""
+    ids = text.encode(sample)
+    whole = text.decode(ids)
+    for cut in range(1, len(ids)):
+        before = text.decode(ids[:cut])
+        stream = text.detokenizer(after=ids[:cut])
+        output = "".join([*map(stream.push, ids[cut:]), stream.finish()])
+        if before.endswith("�"):  # within a character: it is shown with the output
+            assert (whole.endswith(output) and "�" not in output) or "�" in whole
+        else:
+            assert before + output == whole, (ids[:cut], ids[cut:])
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece_bpe", "unigram"])
+def test_a_first_space_is_kept_after_a_prompt_and_dropped_at_a_beginning(text: TextModel, kind: str) -> None:
+    ids = text.encode("the receiver", add_special_tokens=False)
+    if not isinstance(text.detokenizer(), _WindowDetokenizer):
+        pytest.skip("a byte-level tokenizer has its spaces in the tokens' bytes")
+    word = text.encode("the", add_special_tokens=False)
+    alone, after = text.detokenizer(), text.detokenizer(after=word)
+    assert "".join(map(alone.push, ids)).startswith("the")
+    assert "".join(map(after.push, ids)).startswith(" the")
+
+
+def test_a_stop_string_that_is_a_control_token_is_its_id(text: TextModel) -> None:
+    token = text.control_token("</s>")
+    assert token is not None and text.is_special(token) and text.token_text(token) == "</s>"
+    assert text.control_token("</s> ") is text.control_token("the") is text.control_token("") is None
