@@ -17,6 +17,7 @@ from coordinator.requests.spec import ChatBody, Constraint, Json, ToolUse
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED = {
     "container": "Containers are not supported: this server runs no code.",
+    "thread": "Threads are not supported, because this server stores no messages: send the whole conversation.",
     "mcp_servers": "'mcp_servers' is not supported: this server opens no outbound connection.",
 }
 """Fields that are refused, with the text that says why."""

@@ -143,6 +143,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 2}, "n", "unsupported"),
     ({"container": "c"}, "container", "unsupported"),
     ({"mcp_servers": [{"url": "http://a"}]}, "mcp_servers", "unsupported"),
+    ({"thread": {"type": "create"}}, "thread", "unsupported"),
     ({"thinking": {}}, "thinking.type", "missing_required_parameter"),
     ({"thinking": {"type": "much"}}, "thinking.type", "invalid_value"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "missing_required_parameter"),

@@ -217,5 +217,7 @@ def test_types_of_errors_of_messages(status: int, kind: str) -> None:
 def test_an_error_of_messages_names_its_field() -> None:
     shown = anthropic_error(RequestError("No.", param="a[0].b"))["error"]
     assert shown == {"type": "invalid_request_error", "message": "a[0].b: No."}
+    shown = anthropic_error(RequestError("No 'thread'.", param="thread"))["error"]
+    assert shown["details"] == {"error_code": "thread_unsupported_request"}  # the client continues without threads
     shown = anthropic_error(RequestError("'a' is bad.", param="a"))["error"]
     assert shown == {"type": "invalid_request_error", "message": "'a' is bad."}
