@@ -57,6 +57,7 @@ types: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-test ## write the generated pages anew and build the site: build/docs/index.html
 	@$(BIN)/python -m deploy.cli.reference
+	@$(BIN)/python -m tests.e2e.features
 	@$(SITE)
 	@echo "$(CURDIR)/build/docs/index.html"
 
