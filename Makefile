@@ -93,6 +93,10 @@ gpu: $(if $(PYTHON),,$(VENV)/.installed) ## check the kernels and measure G1 to 
 bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=PROGRAM) report what tandem bench serve reports?
 	@$(BIN)/tandem bench crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
+.PHONY: schemathesis
+schemathesis: $(VENV)/.installed-test .cache/schemathesis/bin/schemathesis ## does every answer of tandem up fit /openapi.json? 200 random requests of each kind (minutes)
+	@$(BIN)/python -m tests.api_fuzz .cache/schemathesis/bin/schemathesis $(ARGS)
+
 .PHONY: lm-eval
 lm-eval: $(VENV)/.installed-test .cache/lm-eval/bin/lm-eval ## does lm-eval get the same log-likelihoods from tandem up as from transformers? (minutes)
 	@$(BIN)/python -m pytest -n0 tests/e2e/test_lm_eval.py
@@ -146,6 +150,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@.cache/guidellm/bin/python -m pip -qq --disable-pip-version-check --no-input install guidellm==0.8.1
 
 # Half a gigabyte. torch and transformers are those of $(VENV), which the .pth file adds to its search path.
+.cache/schemathesis/bin/schemathesis: $(BIN)/python
+	@echo "installing schemathesis, in an environment of its own"
+	@$(BIN)/python -m venv .cache/schemathesis
+	@.cache/schemathesis/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-compile schemathesis==4.32.5
+
 .cache/lm-eval/bin/lm-eval: $(VENV)/.installed
 	@echo "installing lm-eval, in an environment of its own beside $(VENV)"
 	@$(BIN)/python -m venv .cache/lm-eval
