@@ -42,9 +42,10 @@ def anthropic_error(error: RequestError, request_id: str | None = None) -> Json:
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    body: Json = {"type": "error", "error": {"type": kind, "message": message}}
+    shown: Json = {"type": kind, "message": message}
     if error.param == "thread":  # Anthropic's tool runner then sends the whole conversation, without the field
-        body["error"]["details"] = {"error_code": "thread_unsupported_request"}
+        shown["details"] = {"error_code": "thread_unsupported_request"}
+    body: Json = {"type": "error", "error": shown}
     return body if request_id is None else {**body, "request_id": request_id}
 
 

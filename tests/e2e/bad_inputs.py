@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests import leaked_keys
+
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-KEY, ADMIN_KEY, CONTEXT = "client-key-of-this-test", "admin-key-of-this-test", 512
+KEY, ADMIN_KEY, CONTEXT = leaked_keys.new_key(), leaked_keys.new_key(), 512
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 PROMPT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
 BODIES = {CHAT: HELLO, TEXT: PROMPT, TOKENIZE: {"prompt": "hi"}, DETOKENIZE: {}, RESPONSES: {"input": "hi"}}

@@ -13,6 +13,7 @@ import pytest
 from common.core.errors import RequestError
 from coordinator.api.openai import parse_chat, parse_completion
 from deploy.cli.reference import OPENAPI, openapi_text
+from tests import leaked_keys
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster
 
 pytestmark = pytest.mark.processes
@@ -39,7 +40,7 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(cluster: FakeCluster
 
 
 async def test_every_path_but_the_open_ones_needs_the_key(model: Path) -> None:
-    async with open_cluster(model, "colocated", api_key="secret") as cluster:
+    async with open_cluster(model, "colocated", api_key=leaked_keys.new_key()) as cluster:
         for end in ("", "/"):
             for path in GETS:
                 response, _ = await cluster.get(f"{path}{end}")
