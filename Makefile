@@ -101,6 +101,12 @@ schemathesis: $(VENV)/.installed-test .cache/schemathesis/bin/schemathesis ## do
 lm-eval: $(VENV)/.installed-test .cache/lm-eval/bin/lm-eval ## does lm-eval get the same log-likelihoods from tandem up as from transformers? (minutes)
 	@$(BIN)/python -m pytest -n0 tests/e2e/test_lm_eval.py
 
+# The clients' versions are pinned; node and npm, nginx and HAProxy are used where they are installed.
+CLIENTS := tests/conformance/clients
+.PHONY: conformance
+conformance: $(VENV)/.installed-test .cache/conformance/.installed .cache/conformance-npm/.installed ## real clients against a live system, also behind nginx and HAProxy (ARGS="check_llm.py --only direct"); writes docs/reference/clients.md
+	@$(BIN)/python -m tests.conformance .cache/conformance .cache/conformance-npm $(ARGS)
+
 install: $(VENV)/.installed ## only set up the environment
 
 clean: ## remove the environment and all caches
@@ -161,6 +167,18 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$(.cache/lm-eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 	@.cache/lm-eval/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-compile 'lm-eval[api,hf]==0.4.13'
+
+.cache/conformance/.installed: tests/conformance/requirements.txt $(BIN)/python
+	@echo "installing the clients, in an environment of their own"
+	@$(BIN)/python -m venv .cache/conformance
+	@.cache/conformance/bin/python -m pip -qq --disable-pip-version-check --no-input install -r $<
+	@touch $@
+
+.cache/conformance-npm/.installed: $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
+	@mkdir -p $(@D) && cp $^ $(@D)
+	@if command -v npm >/dev/null; then cd $(@D) && npm ci --silent --no-audit --no-fund; \
+	    else echo "no npm: the AI SDK is not tried (Debian: apt install npm)"; fi
+	@touch $@
 
 # For tests that compile the kernels with the Triton of torch 2.11; without it they are skipped.
 .cache/triton-3.6.0: $(BIN)/python

@@ -35,6 +35,8 @@ from tests.pace import scaled
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
 
+collect_ignore = ["conformance"]  # run by `make conformance`, in an environment of its own
+
 GRACE_S = 3.0
 """Seconds within which stopped threads, sockets and processes must be gone; more on a slower machine."""
 
