@@ -355,6 +355,13 @@ class Generator:
 _TABLE: Any = list(range(4))
 
 
+def sampling_fields() -> int:
+    """Return the number of sampling parameters in a message."""
+    from common.core.request import SamplingParams
+
+    return len(SamplingParams.__struct_fields__)
+
+
 def _sequence(prompt: list[int], seed: int, fields: dict[str, Any], count: int) -> Any:
     from common.core.ids import new_request_id, pack_tokens
     from common.core.request import Request, SamplingParams

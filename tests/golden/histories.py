@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from common.core.request import SamplingParams
 from tests.golden import adapter
 from tests.golden.store import ADVICE, HERE, Digest, Lines, difference, read_digests, write_digests
 
@@ -29,7 +28,7 @@ SAMPLING_SHOWN = 17
 """Number of sampling parameters that are always shown. Later ones are if they are set: to add one changes no history,
 and ``wire.json`` has it."""
 CHUNK = 20
-_SAMPLING_FIELDS = len(SamplingParams.__struct_fields__)
+_SAMPLING_FIELDS = adapter.sampling_fields()
 
 
 @contextlib.contextmanager

@@ -293,7 +293,9 @@ async def test_a_client_cannot_open_reasoning_by_typing_its_marker(model: Path) 
 async def test_no_parser_exists_without_need(tools: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[type] = []
     init = Choice.__init__
-    monkeypatch.setattr(Choice, "__init__", lambda self, *args: (made.append(type(self)), init(self, *args))[1])
+    monkeypatch.setattr(
+        Choice, "__init__", lambda self, *args, **named: (made.append(type(self)), init(self, *args, **named))[1]
+    )
     talker = await talk(tools, "hi")
     await talker.whole(HELLO)
     await talker.whole(ASKED)
