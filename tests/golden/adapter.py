@@ -182,6 +182,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
         async def metrics() -> str:
             workers = cluster.dispatcher.registry
             await until(lambda: not records and all(each.beat for each in workers), "all is quiet")
+            cluster.services.metrics._pages_made = 0  # else it may be the page of an earlier request
             return cluster.services.metrics.page().decode()
 
         async with trouble(wrong, cluster):

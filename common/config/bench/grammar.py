@@ -15,6 +15,6 @@ class BenchGrammarConfig(SaveOption):
     model: str = field(
         metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
     )
-    tokens: int = option(4000, "tokens of constrained output per grammar", count(1), "load")
+    tokens: int = option(4000, "tokens of constrained output per grammar", count(1, 1 << 16), "load")
     rounds: int = option(10, "seconds of decode steps with and without each hostile grammar", count(1), "load")
     streams: int = option(8, "streams without a grammar", count(1, 64), "load")
