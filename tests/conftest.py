@@ -231,7 +231,10 @@ def _host_took_cores(item: pytest.Item) -> bool:
     return item.stash[_taken].share() >= TAKEN
 
 
-_SHARING = ("tests/e2e/test_load.py", "tests/e2e/test_namespaces.py")
+_SHARING = frozenset(
+    f"tests/e2e/test_{name}.py"
+    for name in ("bad_inputs", "features", "load", "namespaces", "prompt_logprobs", "structured_outputs", "tools")
+)
 """Modules whose tests share one system, so they run in one xdist worker; so do those of tests/security (shared servers)
 and the known-bug tests (shared run)."""
 

@@ -73,6 +73,7 @@ async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[li
     """Return the prompt text with which each choice begins (``echo``)."""
     given: Sequence[str | list[int]] = body.prompts if body.options.truncate_prompt is None else prompts
     texts = await model.run(
-        sum(map(len, prompts)), lambda: [each if isinstance(each, str) else model.text.decode(each) for each in given]
+        sum(map(len, prompts)),
+        lambda: [each if isinstance(each, str) else model.text.decode_prompt(each) for each in given],
     )
     return [text for text in texts for _ in range(body.options.n)]

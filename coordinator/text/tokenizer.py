@@ -158,6 +158,16 @@ class TextModel:
             return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
+    def decode_prompt(self, ids: Sequence[int]) -> str:
+        """Return ``ids`` as text, without an incomplete character at its end: a detokenizer ``after`` them shows it."""
+        if self._byte_level:
+            kept = (token for token in ids if not self.is_special(token))
+            return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(map(self.token_bytes, kept)))
+        end = len(ids)
+        while end and self.decode(ids[max(0, len(ids) - SEEN_TOKENS) : end]).endswith("�"):
+            end -= 1
+        return self.decode(ids[:end])
+
     def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
         """Return a new incremental decoder for one stream of tokens. ``after``: the tokens before it, of whose text it
         is the continuation, with the space between them. Empty: the stream is a text of its own."""

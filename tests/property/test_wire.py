@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from common.core.errors import Damaged, WireError
 from common.core.gpu import MAX_GPUS, MAX_XIDS, GpuState
-from common.core.ids import Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
+from common.core.ids import TOKEN_ID_BYTES, Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
 from common.core.request import Request, SamplingParams
 from common.kv.prefix import chain_root, extend_chain
 from common.net import messages
@@ -119,7 +119,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         if inner is str or getattr(inner, "__supertype__", None) is str:
             return st.text(max_size=8)
         if typing.get_origin(inner) in (tuple, dict):
-            return values(inner)
+            return values(inner).filter(lambda value: len(value) >= (meta.min_length or 0))
         if inner is float:
             return st.floats(meta.ge, meta.le)
         if inner is not int:
@@ -159,7 +159,10 @@ def requests(draw: st.DrawFn) -> Request:
     tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=3).map(pack_tokens)
     emitted = tuple(draw(st.lists(tokens, min_size=drawn["n"], max_size=drawn["n"]) | st.just([])))
     ended = draw(st.sets(st.integers(0, drawn["n"] - 1), max_size=drawn["n"] - 1)) if emitted else set()
-    return Request(prompt=draw(tokens.filter(bool)), emitted=emitted, ended=tuple(ended), **drawn)
+    prompt = draw(tokens.filter(bool))
+    to_score = 0 if drawn["sampling"].prompt_logprobs is None else len(prompt) // TOKEN_ID_BYTES - 1
+    drawn["scored"] = draw(st.integers(0, to_score))
+    return Request(prompt=prompt, emitted=emitted, ended=tuple(ended), **drawn)
 
 
 @pytest.mark.parametrize("tag", sorted(TAGGED))

@@ -34,7 +34,7 @@ def expected_field(cluster: FakeCluster, prompt: list[int], tops: int) -> list[F
 def check_echo(cluster: FakeCluster, prompt: list[int], choice: Fields, output: int) -> None:
     """Check the ``logprobs`` object of a choice that echoes ``prompt`` before ``output`` tokens."""
     text, shown = cluster.services.model.text, choice["logprobs"]
-    assert choice["text"].startswith(text.decode(prompt))
+    assert choice["text"].startswith(text.decode_prompt(prompt))
     assert {len(array) for array in shown.values()} == {len(prompt) + output}
     assert shown["token_logprobs"][0] is None and shown["top_logprobs"][0] is None
     assert shown["token_logprobs"][1 : len(prompt)] == list(oracle_prompt(prompt, 1, len(prompt), 0).logprobs)
@@ -44,7 +44,8 @@ def check_echo(cluster: FakeCluster, prompt: list[int], choice: Fields, output: 
     )
     assert shown["tokens"][: len(prompt)] == [text.token_text(token) for token in prompt]
     for offset, token in zip(shown["text_offset"], shown["tokens"], strict=True):
-        assert choice["text"].startswith(token, offset) or "�" in token
+        # an incomplete character before the token is shown with it
+        assert choice["text"][offset:].lstrip("�").startswith(token) or "�" in token
 
 
 @pytest.fixture(params=[("prefill", "decode"), ("colocated",)], ids="+".join)
