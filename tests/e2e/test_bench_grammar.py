@@ -15,6 +15,7 @@ pytestmark = pytest.mark.e2e
 COMMAND = [sys.executable, "-m", "deploy.cli", "bench", "grammar", "--rounds", "1", "--tokens", "50", "--streams", "2"]
 
 
+@pytest.mark.whole
 def test_it_measures_every_grammar(tmp_path: Path) -> None:
     command = [*COMMAND, "--save", str(saved := tmp_path / "grammar.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
