@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import leaked_keys
+
 NGINX = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{}}
@@ -57,10 +59,12 @@ def before(upstream: str, name: str, folder: Path) -> Iterator[str]:
     file.write_text(configuration.format(folder=folder, port=port, upstream=upstream, address=address))
     found = shutil.which(program, path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     assert found is not None, f"{program} is not installed"
-    with (folder / f"{program}.log").open("wb") as log:
-        process = subprocess.Popen([found, *flags, str(file)], stdout=log, stderr=subprocess.STDOUT)
+    log = folder / f"{program}.log"
+    leaked_keys.watch(log)
+    with log.open("wb") as output:
+        process = subprocess.Popen([found, *flags, str(file)], stdout=output, stderr=subprocess.STDOUT)
     try:
-        _wait(port, process, log=Path(log.name))
+        _wait(port, process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
