@@ -35,7 +35,7 @@ class CaptureFailed(RuntimeError):
 
 
 class CaptureShort(CaptureFailed, torch.OutOfMemoryError):
-    """The same, since the memory of a GPU is too small."""
+    """A capture failed because the memory of a GPU is too small."""
 
 
 class GraphRanks:

@@ -1,4 +1,4 @@
-"""Bounds on what a grammar may cost a worker. Whoever screens a grammar for workers uses the same ones."""
+"""Bounds on what a grammar may cost a worker. The coordinator screens grammars with the same bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SUSPECT_S = 0.001
 LIMIT_S = 0.020
 """CPU seconds of one mask that count as a strike."""
 TOKEN_LIMIT_S = 0.002
-"""The same of following one token: llguidance then keeps the interpreter lock, so that the worker's loop may wait."""
+"""CPU seconds of following one token that count as a strike. llguidance keeps the interpreter lock meanwhile, so the
+worker's loop may wait."""
 FOLLOW_LIMIT_S = 0.020, 0.0003
 """CPU seconds for following an output on one worker: for any, and for each of its tokens."""
 STRIKES = 2

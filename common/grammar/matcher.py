@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.int32]
-"""One bit per token id: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may follow."""
+"""A mask has one bit per token id: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may follow."""
 
 PIECE = 32
 """Tokens that are followed at once: llguidance keeps the interpreter lock meanwhile."""

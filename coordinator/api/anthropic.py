@@ -74,7 +74,7 @@ def _output_config(fields: Fields) -> tuple[Constraint | None, str | None]:
 def _thinking(fields: Fields, limit: int | None) -> tuple[Json, bool, int | None]:
     """Return variables of the template, whether the answer shows reasoning, and its maximum length in tokens.
 
-    Without ``thinking`` the template is told not to reason, and reasoning is not shown: clients that did not ask for
+    Without ``thinking`` these variables turn reasoning off, and the answer shows none: clients that did not request
     thinking expect an answer to begin with its text."""
     thinking = fields.nested("thinking")
     kind = "disabled"

@@ -1,4 +1,4 @@
-"""One choice of an answer while its tokens arrive: incremental detokenization, stop strings, text and token ids."""
+"""The state of one choice while its tokens arrive: incremental detokenization, stop strings, text and token ids."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
 
 @dataclass(slots=True)
 class Piece:
-    """One token of a response. ``text`` is what it adds to the visible text and may be empty. ``delta``: all that it
-    adds, of a choice whose output is parsed (:mod:`coordinator.api.parsed_choice`)."""
+    """A token and what it adds to a response. ``text`` is the part of the visible text and may be empty. ``delta`` is
+    set if the output is parsed (:mod:`coordinator.api.parsed_choice`), and then holds everything that is added."""
 
     text: str
     token: int
@@ -61,7 +61,7 @@ class Choice:
         self.rest = Delta()
         """Text that was held back when the output ended without another token."""
         self.reasoning_tokens: int | None = None
-        """Tokens of reasoning so far, None if the output has no reasoning that can be told from its content."""
+        """Number of reasoning tokens so far, None if reasoning is not separated from content."""
         self.report: PromptReport | None = None
         """Log-probabilities of the prompt, if the answer shows them."""
 

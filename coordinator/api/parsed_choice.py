@@ -50,7 +50,7 @@ class OutputReading:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One tool call of a whole answer. ``arguments``: parts of a JSON text."""
+    """A tool call of a whole answer. ``arguments``: the parts of a JSON text, in order."""
 
     id: str
     name: str

@@ -55,7 +55,7 @@ _LOGPROB_BYTES = {"messages": 110, "prompt": 50}
 """Approximate bytes in JSON of one log-probability with its token, an upper estimate for ordinary tokens. By the name
 of the prompt field: chat responses have more per entry than completions."""
 _PROMPT_LOGPROB_BYTES = 85
-"""The same for an entry of ``prompt_logprobs``."""
+"""Approximate bytes in JSON of one log-probability in ``prompt_logprobs``, with its token and rank."""
 _KEPT_BAD_WORDS = 256
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 

@@ -14,8 +14,8 @@ from coordinator.requests.spec import Json
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request. ``reasoning``: those of ``completion`` that are reasoning, None if the model
-    has no reasoning that can be told from its content."""
+    """Token counts of one HTTP request. ``reasoning`` is the part of ``completion`` that is reasoning, None if
+    reasoning is not separated from content."""
 
     prompt: int = 0
     completion: int = 0

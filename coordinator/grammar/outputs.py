@@ -61,7 +61,7 @@ class Output:
         return self._grammar.rule("output", f"{before} {begin} {reasoned} | {rest}")
 
     def _begins_free(self, form: ReasoningFormat) -> bool:
-        """Return whether an output may begin with any tokens: white space before reasoning is then not told apart."""
+        """Return whether an output may begin with any tokens. White space before reasoning then needs no rule."""
         if self._task.answer is not None or not isinstance(self._vocabulary.split(form.begin)[0], int):
             return False
         if self._calls is None:

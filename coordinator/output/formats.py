@@ -113,12 +113,12 @@ class OutputFormat:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether tool calls can be told from content."""
+        """Whether tool calls are separated from content."""
         return self.tools is not None or (self.regions is not None and self.regions.reads_calls)
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning can be told from content."""
+        """Whether reasoning is separated from content."""
         return self.reasoning is not None or (self.regions is not None and self.regions.reasoning is not None)
 
 

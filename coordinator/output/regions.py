@@ -47,8 +47,8 @@ class Marker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """One field of a message. ``begin`` None: it takes the text outside all others. ``end`` None: it goes on to the end
-    of the output. ``strip``: whitespace around its text is dropped."""
+    """A part of an output that becomes one field of a message. ``begin`` None: the part is the text outside all other
+    regions. ``end`` None: it extends to the end of the output. ``strip``: whitespace around its text is dropped."""
 
     place: Place
     begin: Marker | None

@@ -78,13 +78,13 @@ FIELD_HELP = {
     "top_p": "Sample among the most likely tokens that together have this probability.",
     "user": "Accepted; has no effect.",
 }
-"""One line per request field. The test fails for a field without a line and for a line without a field."""
+"""Descriptions of the fields of chat completions. A test requires one for each field, and no other."""
 
 TEXT_HELP = FIELD_HELP | {
     "logprobs": "Return the log-probability of each output token, and so many alternatives.",
     "max_tokens": "Longest output in tokens; 0 only computes the prompt, for `echo` and `prompt_logprobs`.",
 }
-"""The same where a field means something else in text completions."""
+"""Descriptions of the fields of text completions: those of chat completions, except for fields that differ."""
 
 RESPONSES_HELP = {
     "chat_template_kwargs": "Variables for the chat template.",
@@ -115,7 +115,7 @@ RESPONSES_HELP = {
     "truncation": "Only `disabled`.",
     "user": "Accepted; has no effect.",
 }
-"""One line per field of POST /v1/responses, besides those that mean the same as in chat completions."""
+"""Descriptions of the fields of POST /v1/responses that chat completions lack or define differently."""
 
 MESSAGES_HELP = {
     "chat_template_kwargs": "Variables for the chat template.",
@@ -132,12 +132,12 @@ MESSAGES_HELP = {
     "stop_sequences": "Up to 16 strings that end the output.",
     "stream": "Send named events while tokens are generated.",
     "system": "A string or text blocks.",
-    "thinking": "Type `enabled` or `adaptive`: reasoning is shown as thinking blocks. Else the template is told not to "
-    "reason, and reasoning is not shown.",
+    "thinking": "Type `enabled` or `adaptive`: reasoning is shown as thinking blocks. Otherwise reasoning is turned "
+    "off in the template, and none is shown.",
     "thinking.budget_tokens": "Most tokens of reasoning, less than `max_tokens`.",
     "thinking.display": "`omitted`: reasoning is generated, and not shown.",
     "thinking.type": "`enabled` (with a budget), `adaptive` or `disabled`.",
     "tool_choice": "An object of type `auto`, `any`, `tool` (with a name) or `none`.",
     "tools": "Tools with a name and an `input_schema`. Anthropic's own tools are refused by name.",
 }
-"""One line per field of POST /v1/messages, besides those that mean the same as in chat completions."""
+"""Descriptions of the fields of POST /v1/messages that chat completions lack or define differently."""
