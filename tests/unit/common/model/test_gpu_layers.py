@@ -24,7 +24,7 @@ from tests.triton.layers import SHAPES, difference, logits, model_of
 from tests.unit.common.engine.test_capture_audit import model_of as any_model_of
 
 FITTING = {"llama", "llama-untied", "llama-dynamic", "qwen3", "mistral"}
-OTHERS = ("two-kv-heads", "biases")
+RANKS = ("one-kv-head", "two-kv-heads", "biases")
 """Models of :mod:`tests.triton.ranks` in ``make test-all``."""
 
 
@@ -95,7 +95,7 @@ def test_weights_are_held_once() -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
     "script",
-    ["layers", "ranks one-kv-head", *(pytest.param(f"ranks {name}", marks=pytest.mark.whole) for name in OTHERS)],
+    ["layers", *(pytest.param(f"ranks {name}", marks=pytest.mark.whole) for name in RANKS)],
 )
 def test_the_kernels_compute_what_transformers_computes(script: str) -> None:
     """In one process, and in two ranks of which each has slices of the linears and some of the heads."""
