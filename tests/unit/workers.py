@@ -144,6 +144,16 @@ class Bench:
     def send(self, worker: str, message: Message) -> None:
         assert send(self.socket, message, self.routes[worker])
 
+    def deliver(self, worker: str, message: Message) -> None:
+        """Send ``message`` and return when the worker has read it. No worker computes while it is on its way."""
+        membership = self.workers[worker].membership
+        self.until(lambda: membership.joined)  # so no Welcome is on its way
+        read = membership.acted_on
+        self.send(worker, message)
+        while membership.acted_on == read:
+            assert membership._socket.poll(int(1000 * scaled(DEADLINE_S))), "the message does not arrive"
+            self.turn()
+
     def check_prompt(self, request: Request, attempt: int = 1) -> None:
         """Check that the log-probabilities of the prompt came once each, in order, and equal the oracle's."""
         tops, at = request.sampling.prompt_logprobs or 0, request.scored + 1

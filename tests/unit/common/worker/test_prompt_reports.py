@@ -104,10 +104,8 @@ def test_a_preempted_prompt_loses_and_repeats_nothing(bench: Bench, colocated: b
     name = next(iter(bench.workers))
     prompt = make_request(190, 3, prompt_logprobs=1, priority=5)
     streams = [make_request(20, 80, priority=0) for _ in range(3)]
-    for request in streams:
-        bench.send(name, Generate(request, 1))
-    bench.until(lambda: worker.planner.running == 3)
-    bench.send(name, Generate(prompt, 1))
+    for request in (*streams, prompt):
+        bench.deliver(name, Generate(request, 1))
     bench.until(lambda: bench.done(prompt, *streams))
     for request in (prompt, *streams):
         bench.check(request)
