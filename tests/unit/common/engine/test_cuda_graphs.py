@@ -93,7 +93,7 @@ def serve(bench: Bench, engine: ModelEngine, seed: int, count: int) -> list[Requ
     kept = []
     for number in range(1, count + 1):
         request = random_request(rng, number)
-        bench.send("colocated-0", Generate(request, 1))
+        bench.deliver("colocated-0", Generate(request, 1))
         for _ in range(rng.randrange(8)):
             bench.turn()
         if rng.random() < 0.2:

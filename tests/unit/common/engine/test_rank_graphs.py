@@ -104,7 +104,7 @@ def serve(bench: Bench, engine: ModelEngine, seed: int) -> list[Request]:
         )  # fmt: skip
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 16, 20]))]
         request = Request(RequestId(number.to_bytes(16, "big")), pack_tokens(prompt), sampling, n=1 + (number == 2))
-        bench.send("colocated-0", Generate(request, 1))
+        bench.deliver("colocated-0", Generate(request, 1))
         for _ in range(rng.randrange(6)):
             bench.turn()
         if number == 6:
