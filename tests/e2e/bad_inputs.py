@@ -1,4 +1,10 @@
-"""Bad inputs by family, each with the answer that a client gets: data for test_bad_inputs.py."""
+"""Bad inputs by family, each with the answer that a client gets: data for test_bad_inputs.py.
+
+Of the family *state*, only requests that any running system refuses are here: those that meet a full queue, missing
+workers, a drain or another request of the same id are in tests/unit/coordinator/http/test_bad_states.py. Bad input on
+the *internal wire* (frames, keys, messages and hand-offs of strangers) is in tests/security/test_strangers.py,
+tests/unit/common/worker/test_bad_messages.py and tests/property/test_wire.py.
+"""
 
 from __future__ import annotations
 
