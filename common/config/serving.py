@@ -60,6 +60,12 @@ class ServingOptions:
         "model",
         shown_default="auto: found from the chat template",
     )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        "name tokens in log-probabilities by their ids, such as token_id:123; a request's field of this name wins",
+        SWITCH,
+        "model",
+    )
     local_prefill: LocalPrefill = option(
         "auto",
         "whether decode workers prefill prompts themselves: auto (if estimated to be faster), never, or always",

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from common.core.request import MAX_TOKENS
 from coordinator.api.anthropic_content import read_messages
-from coordinator.api.chat_messages import Arguments
+from coordinator.api.chat_messages import MAX_NAME_CHARS, Arguments
 from coordinator.api.fields import Fields, JsonBudget, refuse, wrong_type
 from coordinator.api.openai import parse_stops, template_variables
 from coordinator.api.single_answer import parse_options, refuse_present
 from coordinator.api.structured import format_constraint
-from coordinator.api.tools import MAX_NAME_CHARS, MAX_TOOLS, OfferedTools
+from coordinator.api.tools import MAX_TOOLS, OfferedTools
 from coordinator.requests.spec import ChatBody, Constraint, Json, ToolUse
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")

@@ -14,6 +14,7 @@ from coordinator.api.fields import Fields, JsonBudget, parse_arguments, refuse, 
 from coordinator.requests.spec import Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_NAME_CHARS = 256
 MAX_MESSAGES = 1 << 14
 MAX_ENTRIES = 1 << 14
 """Maximum number of text parts and tool calls of all messages together."""
@@ -79,6 +80,8 @@ def _message(item: object, at: str, arguments: Arguments) -> Json:
         wrong_type(at, "an object", item)
     fields = Fields(item, at)
     role = fields.choice("role", ROLES) or fields.missing("role")
+    if role == "function":
+        return _function_result(fields)
     message: Json = {"role": role}
     content = text_content(fields.raw("content"), f"{at}.content")
     calls = fields.array("tool_calls", 1024)
@@ -94,7 +97,8 @@ def _message(item: object, at: str, arguments: Arguments) -> Json:
     if calls:
         message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]", arguments) for n, call in enumerate(calls)]
     elif former:  # the deprecated form of a single call
-        message["tool_calls"] = [{"id": "", "type": "function", "function": _function(former, arguments)}]
+        function = _function(former, arguments)
+        message["tool_calls"] = [{"id": _former_id(function["name"]), "type": "function", "function": function}]
     if role == "tool":
         message["tool_call_id"] = fields.string("tool_call_id") or fields.missing("tool_call_id")
     if (author := fields.string("name", limit=1 << 26)) is not None:
@@ -102,6 +106,19 @@ def _message(item: object, at: str, arguments: Arguments) -> Json:
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     return message
+
+
+def _function_result(fields: Fields) -> Json:
+    """Return a message of the deprecated role ``function`` as one of the role ``tool``, which templates know."""
+    name = fields.string("name", limit=MAX_NAME_CHARS) or fields.missing("name")
+    content = text_content(fields.raw("content"), fields.at("content"))
+    return {"role": "tool", "content": content or "", "tool_call_id": _former_id(name), "name": name}
+
+
+def _former_id(name: object) -> str:
+    """Return the id of a call of the function ``name`` in the deprecated form, which has no ids: the same for the call
+    and its result."""
+    return f"call_{name}"
 
 
 def text_content(value: object, at: str) -> str | None:
@@ -145,6 +162,6 @@ def _tool_call(call: object, at: str, arguments: Arguments) -> Json:
 
 
 def _function(function: Fields, arguments: Arguments) -> Json:
-    name = function.string("name", limit=256) or function.missing("name")
+    name = function.string("name", limit=MAX_NAME_CHARS) or function.missing("name")
     text = function.string("arguments", limit=1 << 26) or "{}"
     return {"name": name, "arguments": arguments.read(text, function.at("arguments"))}

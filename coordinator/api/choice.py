@@ -94,6 +94,11 @@ class Choice:
         return {"role": "assistant", "content": "".join(self.text), "refusal": None}
 
     @property
+    def former_calls(self) -> bool:
+        """Whether the answer has its call as OpenAI's deprecated ``function_call``."""
+        return False
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that ended the choice."""
         return self._window.found if self._window is not None else None
@@ -137,6 +142,8 @@ class Choice:
 
     def _end(self, *, by_length: bool) -> None:
         self.finish_reason = "length" if by_length else "stop"
+        if self._window is not None and self.ids and not by_length:
+            self._window.end(self.ids[-1])
 
     def _rest(self) -> Delta:
         rest = self._detokenizer.finish()

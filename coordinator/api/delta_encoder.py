@@ -10,20 +10,24 @@ from coordinator.requests.spec import Json
 encode = msgspec.json.Encoder().encode
 
 
-def delta_members(delta: Delta, first: bool) -> bytes:
+def delta_members(delta: Delta, first: bool, former: bool = False) -> bytes:
     """Return the encoded members of a chunk's ``delta``, b"" if it adds nothing. The ``first`` one has a content in any
-    case."""
-    return encode(delta_json(delta, first))[1:-1]
+    case. ``former``: as for :func:`delta_json`."""
+    return encode(delta_json(delta, first, former))[1:-1]
 
 
-def delta_json(delta: Delta, first: bool = False) -> Json:
-    """Return a chunk's ``delta``."""
+def delta_json(delta: Delta, first: bool = False, former: bool = False) -> Json:
+    """Return a chunk's ``delta``. ``former``: whether its only call is the deprecated ``function_call``."""
     shown: Json = {}
     if delta.content or first:
         shown["content"] = delta.content or None
     if delta.reasoning:
         shown["reasoning_content"] = shown["reasoning"] = delta.reasoning
-    if delta.calls:
+    if delta.calls and former:
+        (call,) = delta.calls
+        begun = {} if call.id is None else {"name": call.name}
+        shown["function_call"] = {**begun, "arguments": call.arguments}
+    elif delta.calls:
         shown["tool_calls"] = list(map(_call_chunk, delta.calls))
     return shown
 

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI endpoints: validates every field and converts JSON to frozen dataclasses.
 
 Owns the limits, the defaults that do not depend on the model, and the error messages. Checks that depend on the model
-(vocabulary, sampling defaults, context length) are in :mod:`coordinator.api.service`.
+(vocabulary, sampling defaults, context length) are in :mod:`coordinator.api.sampling`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
 from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
 from coordinator.api.structured import parse_constraint
-from coordinator.api.tools import parse_tools
+from coordinator.api.tools import FORMER, parse_functions, parse_tools
 from coordinator.api.unsupported import refuse_unsupported
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
@@ -50,7 +50,7 @@ def parse_chat(
     """Parse the body of POST /v1/chat/completions. ``budget``, ``check_chars`` and ``arguments_as_text`` are passed to
     :func:`parse_messages`. Raises RequestError."""
     fields = Fields(body)
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, FORMER)
     if fields.boolean("add_special_tokens", False):
         refuse(
             "'add_special_tokens' is not supported for chats: the template writes them.",
@@ -66,7 +66,7 @@ def parse_chat(
     options = _options(fields, (top or 0) if wants else None, longer if fields.has("max_completion_tokens") else limit)
     max_reasoning = fields.integer("max_reasoning_tokens", 0, MAX_TOKENS)
     messages = parse_messages(fields, budget or JsonBudget(), check_chars, arguments_as_text=arguments_as_text)
-    tools = parse_tools(fields)
+    tools = parse_functions(fields) or parse_tools(fields)
     template_kwargs = _template_kwargs(fields)
     documents = _documents(fields)
     generation = fields.boolean("add_generation_prompt", True)
@@ -182,7 +182,7 @@ def _prompts(fields: Fields, context_length: int) -> list[str | list[int]]:
 
 def token_ids(value: list[object], param: str, limit: int) -> list[int]:
     """Return ``value`` as token ids, at least one and at most ``limit``; RequestError otherwise. The vocabulary size is
-    checked by :mod:`coordinator.api.service`."""
+    checked by :mod:`coordinator.api.sampling`."""
     if not value:
         refuse(f"{param!r} is empty: it needs at least one token.", param)
     if len(value) > limit:
@@ -231,6 +231,7 @@ def _options(
         prompt_logprobs=prompt_logprobs,
         truncate_prompt=(keep or 0) if fields.has("truncate_prompt_tokens") else None,
         add_special_tokens=fields.boolean("add_special_tokens", True),
+        tokens_as_ids=parse_tokens_as_ids(fields),
     )
 
 
@@ -322,6 +323,12 @@ def _bad_words(fields: Fields) -> tuple[str, ...]:
             refuse(f"{param!r} must have between 1 and {MAX_BAD_WORD_CHARS} characters, not only white space.", param)
         words.append(word)
     return tuple(words)
+
+
+def parse_tokens_as_ids(fields: Fields) -> bool | None:
+    """Return the field ``return_tokens_as_token_ids``, None if absent. Raises RequestError."""
+    given = fields.has("return_tokens_as_token_ids")
+    return fields.boolean("return_tokens_as_token_ids", False) if given else None
 
 
 def parse_cache_salt(fields: Fields) -> str:

@@ -58,8 +58,11 @@ class ToolCall:
 
     def json(self) -> Json:
         """Return OpenAI's form."""
-        function = {"name": self.name, "arguments": "".join(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        return {"id": self.id, "type": "function", "function": self.function()}
+
+    def function(self) -> Json:
+        """Return OpenAI's deprecated form."""
+        return {"name": self.name, "arguments": "".join(self.arguments)}
 
 
 class ParsedChoice(Choice):
@@ -77,10 +80,12 @@ class ParsedChoice(Choice):
         text: TextModel,
         stops: StopStrings | None,
         reading: OutputReading,
+        *,
+        continues: bool = False,
     ) -> None:
-        super().__init__(index, prompt, options, text, stops)
+        super().__init__(index, prompt, options, text, stops, continues=continues)
         # special tokens are given to the parser apart, which drops those that are no markers
-        self._detokenizer = text.detokenizer(skip_special_tokens=True)
+        self._detokenizer = text.detokenizer(skip_special_tokens=True, after=prompt if continues else ())
         self._text, self._reading, self._parser = text, reading, reading.parser()
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
@@ -91,15 +96,21 @@ class ParsedChoice(Choice):
         message: Json = {"role": "assistant", "content": content or (None if self.calls else ""), "refusal": None}
         if self._reading.format.reads_reasoning and self._reading.include_reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning) or None
-        if self.calls:
+        if self.calls and self.former_calls:
+            message["function_call"] = self.calls[0].function()
+        elif self.calls:
             message["tool_calls"] = [call.json() for call in self.calls]
         return message
+
+    @property
+    def former_calls(self) -> bool:
+        return self._reading.tools is not None and self._reading.tools.former
 
     def _end(self, *, by_length: bool) -> None:
         super()._end(by_length=by_length)
         named = self._reading.tools is not None and self._reading.tools.choice == "named"
         if self.calls and not by_length and not named:  # OpenAI ends the call of a named tool with "stop"
-            self.finish_reason = "tool_calls"
+            self.finish_reason = "function_call" if self.former_calls else "tool_calls"
 
     def _advance(self, token: int, stop_token: bool, ends: bool) -> tuple[str, bool]:
         deltas = [self._read(token, stop_token)]

@@ -1,4 +1,5 @@
-"""The log-probabilities of a prompt as JSON: vLLM's ``prompt_logprobs``, and those that ``echo`` shows.
+"""The log-probabilities of a prompt as JSON: vLLM's ``prompt_logprobs``, and those that ``echo`` shows. Also how tokens
+are named in any log-probabilities.
 
 They are encoded as they arrive, since those of a long prompt are many megabytes: encoding them at the end would block
 the event loop. Knows nothing of workers.
@@ -7,6 +8,7 @@ the event loop. Knows nothing of workers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,18 +27,31 @@ _EchoRow = tuple[int, float | None, dict[str, float] | None]
 """A token, its log-probability and its element of ``top_logprobs``; None for the first token of a prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How tokens are named. ``as_ids``: as "token_id:123", vLLM's form for clients that need the ids, instead of as
+    their text, which several tokens may share."""
+
+    text: TextModel
+    as_ids: bool = False
+
+    def of(self, token: int) -> str:
+        """Return the name of ``token``."""
+        return f"token_id:{token}" if self.as_ids else self.text.token_text(token)
+
+
 class PromptReport:
     """The log-probabilities of ``prompt``, which all choices of one request show. ``echoed`` is its text if ``echo`` is
     set, else None. Each array is an opening bracket and the encoded elements, each followed by a comma."""
 
-    def __init__(self, prompt: Sequence[int], options: Options, text: TextModel, echoed: str | None) -> None:
-        self._prompt, self._text = prompt, text
+    def __init__(self, prompt: Sequence[int], options: Options, names: TokenNames, echoed: str | None) -> None:
+        self._prompt, self._names = prompt, names
         self._tops = options.prompt_logprobs
         self._echo_tops = options.sampling.logprobs if echoed is not None else None
         self.chars = len(echoed or "")
         """Characters of the echoed prompt, before the output."""
         self._offset = 0
-        self._detokenizer = text.detokenizer(skip_special_tokens=True)
+        self._detokenizer = names.text.detokenizer(skip_special_tokens=True)
         self._field = bytearray(b"[null,")
         self._echo = {name: bytearray(b"[") for name in ECHO_ARRAYS} if self._echo_tops is not None else {}
         if self._echo:
@@ -51,7 +66,7 @@ class PromptReport:
             if self._tops is not None:
                 entries.append(self._entries(token, logprob, rank, best[: self._tops]))
             if self._echo_tops is not None:
-                named = by_name(self._text, [*best[: self._echo_tops], (token, logprob)])
+                named = by_name(self._names, [*best[: self._echo_tops], (token, logprob)])
                 rows.append((token, max(logprob, FLOOR), named))
         if entries:
             self._field += elements(entries)
@@ -66,14 +81,14 @@ class PromptReport:
         return entries
 
     def _entry(self, token: int, logprob: float, rank: int) -> Json:
-        return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": self._text.token_text(token)}
+        return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": self._names.text.token_text(token)}
 
     def _add_echo(self, rows: Sequence[_EchoRow]) -> None:
         offsets = []
         for token, _, _ in rows:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push(token))
-        names = [self._text.token_text(token) for token, _, _ in rows]
+        names = [self._names.of(token) for token, _, _ in rows]
         logprobs, tops = [logprob for _, logprob, _ in rows], [top for _, _, top in rows]
         columns: tuple[Sequence[object], ...] = (offsets, logprobs, names, tops)
         for array, column in zip(ECHO_ARRAYS, columns, strict=True):
@@ -99,12 +114,12 @@ def elements(values: Sequence[object]) -> bytes:
     return encode(values)[1:-1] + b","
 
 
-def by_name(text: TextModel, pairs: Iterable[tuple[int, float]]) -> dict[str, float]:
+def by_name(names: TokenNames, pairs: Iterable[tuple[int, float]]) -> dict[str, float]:
     """Return the element of ``top_logprobs`` for ``pairs`` of token id and log-probability. Of tokens with the same
-    text, such as U+FFFD for any part of a character, the most likely one counts."""
+    name, such as U+FFFD for any part of a character, the most likely one counts."""
     named: dict[str, float] = {}
     for token, logprob in pairs:
-        name = text.token_text(token)
+        name = names.of(token)
         named[name] = max(logprob, named.get(name, FLOOR))
     return named
 

@@ -1,7 +1,7 @@
 """Encodes choices as OpenAI's chat and text completions.
 
-Owns both shapes, each as a whole body and as stream chunks, and their log-probabilities. Chunks are assembled from
-prepared bytes, because this code runs for every token.
+Owns both shapes, each as a whole body and as stream chunks. Chunks are assembled from prepared bytes, because this code
+runs for every token.
 """
 
 from __future__ import annotations
@@ -9,57 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.core.ids import unpack_tokens
 from common.net.messages import Logprobs
 from coordinator.api.choice import Choice, Piece
 from coordinator.api.delta_encoder import delta_json, delta_members, encode
 from coordinator.api.event_stream import ChunkStream
-from coordinator.api.prompt_report import FLOOR, by_name
+from coordinator.api.logprobs import chat_logprob, completion_logprobs
+from coordinator.api.prompt_report import TokenNames
 from coordinator.api.shape import Head, Usage
 from coordinator.requests.spec import Json, Options
-from coordinator.text.tokenizer import TextModel
-
-# -- log-probabilities ------------------------------------------------------------------------------------------------
-
-
-def _shown(text: TextModel, token: int) -> tuple[str, bytes]:
-    return text.token_text(token), text.token_bytes(token)
-
-
-def chat_logprob(text: TextModel, token: int, logprobs: Logprobs) -> Json:
-    """Return one of OpenAI's ChatCompletionTokenLogprob objects."""
-    top = [
-        _entry(text, other, value) for other, value in zip(unpack_tokens(logprobs.top_ids), logprobs.top, strict=False)
-    ]
-    return {**_entry(text, token, logprobs.logprob), "top_logprobs": top}
-
-
-def _entry(text: TextModel, token: int, logprob: float) -> Json:
-    shown, spelled = _shown(text, token)
-    return {"token": shown, "logprob": max(logprob, FLOOR), "bytes": list(spelled)}
-
-
-def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -> Json:
-    """Return OpenAI's ``logprobs`` object of text completions. ``offset``: number of characters before ``pieces``."""
-    tokens: list[str] = []
-    values: list[float] = []
-    tops: list[dict[str, float]] = []
-    offsets: list[int] = []
-    for piece in pieces:
-        offsets.append(offset)
-        offset += len(piece.text)
-        if piece.logprobs is None:
-            continue
-        name = _shown(text, piece.token)[0]
-        value = max(piece.logprobs.logprob, FLOOR)
-        tokens.append(name)
-        values.append(value)
-        pairs = zip(unpack_tokens(piece.logprobs.top_ids), piece.logprobs.top, strict=False)
-        tops.append(by_name(text, [*pairs, (piece.token, value)]))
-    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
-
-
-# -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -95,13 +52,13 @@ def _with_member(tail: bytes, member: bytes) -> bytes:
 class ChatShape(ChunkStream):
     """The shape of POST /v1/chat/completions."""
 
-    def __init__(self, head: Head, options: Options, text: TextModel) -> None:
-        self._head, self._options, self._text = head, options, text
+    def __init__(self, head: Head, options: Options, names: TokenNames) -> None:
+        self._head, self._options, self._names = head, options, names
         self._chunks = _Chunks("chat.completion.chunk", head, options.include_usage)
 
     def keep(self, choice: Choice, piece: Piece) -> None:
         if piece.logprobs is not None:
-            choice.keep_logprobs({"content": [chat_logprob(self._text, piece.token, piece.logprobs)]})
+            choice.keep_logprobs({"content": [chat_logprob(self._names, piece.token, piece.logprobs)]})
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
         body = self._head.json("chat.completion")
@@ -131,7 +88,9 @@ class ChatShape(ChunkStream):
         parts = [
             self._chunks.start,
             opening % choice.index,
-            b'"content":%b' % encode(piece.text) if piece.delta is None else delta_members(piece.delta, first),
+            b'"content":%b' % encode(piece.text)
+            if piece.delta is None
+            else delta_members(piece.delta, first, choice.former_calls),
             b'},"logprobs":null,"finish_reason":null'
             if piece.logprobs is None
             else self._logprobs(piece, piece.logprobs),
@@ -148,11 +107,11 @@ class ChatShape(ChunkStream):
 
     def _logprobs(self, piece: Piece, logprobs: Logprobs) -> bytes:
         """Return the members of a chunk behind its delta."""
-        content = [chat_logprob(self._text, piece.token, logprobs)]
+        content = [chat_logprob(self._names, piece.token, logprobs)]
         return b'},"logprobs":%b,"finish_reason":null' % encode({"content": content, "refusal": None})
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
-        delta, reason = delta_json(choice.rest), choice.finish_reason
+        delta, reason = delta_json(choice.rest, former=choice.former_calls), choice.finish_reason
         shown: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return self._chunks.last([shown], usage.json() if usage else None, extra)
 
@@ -163,13 +122,13 @@ class ChatShape(ChunkStream):
 class CompletionShape(ChunkStream):
     """The shape of POST /v1/completions. ``echoes``: the prompt text per choice if ``echo`` is set, else empty."""
 
-    def __init__(self, head: Head, options: Options, text: TextModel, echoes: Sequence[str]) -> None:
-        self._head, self._options, self._text, self._echoes = head, options, text, echoes
+    def __init__(self, head: Head, options: Options, names: TokenNames, echoes: Sequence[str]) -> None:
+        self._head, self._options, self._names, self._echoes = head, options, names, echoes
         self._chunks = _Chunks("text_completion", head, options.include_usage)
 
     def keep(self, choice: Choice, piece: Piece) -> None:
         if piece.logprobs is not None:
-            choice.keep_logprobs(completion_logprobs(self._text, [piece], choice.sent_chars))
+            choice.keep_logprobs(completion_logprobs(self._names, [piece], choice.sent_chars))
         choice.sent_chars += len(piece.text)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
@@ -184,7 +143,7 @@ class CompletionShape(ChunkStream):
     def _choice(self, choice: Choice) -> Json:
         logprobs: Json | None = None
         if self._options.sampling.logprobs is not None:
-            logprobs = {name: choice.take_logprobs(name) for name in completion_logprobs(self._text, [], 0)}
+            logprobs = {name: choice.take_logprobs(name) for name in completion_logprobs(self._names, [], 0)}
         shown: Json = {
             "index": choice.index,
             "text": self._echo(choice) + "".join(choice.text),
@@ -205,7 +164,7 @@ class CompletionShape(ChunkStream):
         text = "".join([piece.text for piece in pieces])
         logprobs = b"null"
         if self._options.sampling.logprobs is not None:
-            arrays = completion_logprobs(self._text, pieces, choice.sent_chars)
+            arrays = completion_logprobs(self._names, pieces, choice.sent_chars)
             if first and choice.report is not None:
                 for name, elements in arrays.items():
                     arrays[name] = choice.report.echo(name, encode(elements)[1:-1] + b"," if elements else b"")

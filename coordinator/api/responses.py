@@ -21,6 +21,7 @@ from coordinator.api.structured import format_constraint
 from coordinator.api.tools import parse_tools
 from coordinator.requests.spec import ChatBody, Constraint, Json
 
+SUMMARIES = ("auto", "concise", "detailed")
 MAX_INCLUDES = 64
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_CHARS = 64, 512
@@ -32,7 +33,9 @@ UNSUPPORTED = {
     "prompt": "Stored prompts are not supported: send 'instructions' and 'input'.",
 }
 """Fields that are refused, with the text that says why."""
-_INCLUDES = (
+LOGPROBS = "message.output_text.logprobs"
+"""The value of ``include`` that asks for log-probabilities."""
+INCLUDES = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -41,15 +44,17 @@ _INCLUDES = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""Values of ``include`` that ask for what an answer of this server never has. They are ignored by name."""
+"""Other values of ``include``: they ask for what an answer of this server never has. They are ignored by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesBody:
-    """A request of the Responses API. ``echo``: the members of the answer that repeat the request, encoded."""
+    """A request of the Responses API. ``echo``: the members of the answer that repeat the request, encoded.
+    ``summary``: whether reasoning is returned as its summary."""
 
     chat: ChatBody
     echo: dict[str, msgspec.Raw]
+    summary: bool
 
 
 def parse_responses(
@@ -68,16 +73,17 @@ def parse_responses(
         refuse(
             "'truncation' must be disabled: a conversation that is too long is refused.", "truncation", "unsupported"
         )
-    if fields.integer("top_logprobs", 0, MAX_LOGPROBS):
-        refuse("Log-probabilities are not supported here: use /v1/chat/completions.", "top_logprobs", "unsupported")
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     fields.boolean("store", False)
     fields.skip("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
     limit = fields.integer("max_output_tokens", 1, MAX_TOKENS)
     constraint, verbosity = _text(fields)
-    options = parse_options(fields, limit, parse_stops(fields.raw("stop"), "stop"), constraint)
+    without_effect, wants = _includes(fields)
+    logprobs = top if wants or top else None
+    options = parse_options(fields, limit, parse_stops(fields.raw("stop"), "stop"), constraint, logprobs)
     _stream_options(fields, options.stream)
-    without_effect = [*_includes(fields), *verbosity]
-    kwargs = _variables(fields, without_effect)
+    without_effect += verbosity
+    kwargs, summary = _reasoning_fields(fields, without_effect)
     messages = read_items(fields, Arguments(budget or JsonBudget(), arguments_as_text), check_chars)
     tools = parse_tools(fields)
     echo = _echo(fields, check_chars)
@@ -92,7 +98,7 @@ def parse_responses(
         tool_use=tools.use,
         max_reasoning_tokens=fields.integer("max_reasoning_tokens", 0, MAX_TOKENS),
     )
-    return ResponsesBody(chat=chat, echo=echo)
+    return ResponsesBody(chat=chat, echo=echo, summary=summary)
 
 
 def _text(fields: Fields) -> tuple[Constraint | None, list[str]]:
@@ -114,29 +120,36 @@ def _stream_options(fields: Fields, stream: bool) -> None:
     options.boolean("include_obfuscation", False)
 
 
-def _includes(fields: Fields) -> list[str]:
-    """Return the values of ``include``, which have no effect. Raises RequestError for those that cannot be ignored."""
-    ignored = []
+def _includes(fields: Fields) -> tuple[list[str], bool]:
+    """Return the values of ``include`` that have no effect, and whether it asks for log-probabilities."""
+    ignored, logprobs = [], False
     for index, value in enumerate(fields.array("include", MAX_INCLUDES) or ()):
         at = f"include[{index}]"
         if not isinstance(value, str):
             wrong_type(at, "a string", value)
-        if value == "message.output_text.logprobs":
-            refuse("Log-probabilities are not supported here: use /v1/chat/completions.", at, "unsupported")
-        if value not in _INCLUDES:
+        if value == LOGPROBS:
+            logprobs = True
+        elif value in INCLUDES:
+            ignored.append(f"include.{value}")
+        else:
             refuse(f"'include' has the unknown value {value[:64]!r}.", at)
-        ignored.append(f"include.{value}")
-    return ignored
+    return ignored, logprobs
 
 
-def _variables(fields: Fields, ignored: list[str]) -> Json:
-    """Return the variables of the template. Adds to ``ignored`` the members of ``reasoning`` that have no effect."""
+def _reasoning_fields(fields: Fields, ignored: list[str]) -> tuple[Json, bool]:
+    """Return the variables of the template, and whether reasoning is returned as its summary. Adds to ``ignored`` the
+    members of ``reasoning`` that have no effect.
+
+    No summary is written: the whole reasoning takes its place, so a concise one is named as ignored."""
     reasoning = fields.nested("reasoning")
-    effort = None
+    effort, summary = None, None
     if reasoning is not None:
         effort = reasoning.string("effort", limit=64)
+        older = reasoning.choice("generate_summary", SUMMARIES)
+        summary = reasoning.choice("summary", SUMMARIES) or older
         ignored += [f"reasoning.{name}" for name in reasoning.ignored()]
-    return template_variables(fields.mapping("chat_template_kwargs"), effort)
+        ignored += ["reasoning.summary"] * (summary == "concise")
+    return template_variables(fields.mapping("chat_template_kwargs"), effort), summary is not None
 
 
 def _echo(fields: Fields, check_chars: Callable[[int, str], None] | None) -> dict[str, msgspec.Raw]:
@@ -155,6 +168,7 @@ def _echo(fields: Fields, check_chars: Callable[[int, str], None] | None) -> dic
         "safety_identifier": fields.string("safety_identifier"),
         "text": {"format": {"type": "text"}, **(text if isinstance(text, dict) else {})},
         "tool_choice": fields.raw("tool_choice") or "auto",
+        "top_logprobs": fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0,
         "tools": [_flat(tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else [],
         "user": fields.string("user"),
     }

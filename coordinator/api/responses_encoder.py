@@ -13,6 +13,8 @@ from coordinator.api.blocks import Block, BlockReader, Step
 from coordinator.api.choice import Choice, Piece
 from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import KEEPALIVE, named_event
+from coordinator.api.logprobs import TextLogprobs
+from coordinator.api.prompt_report import TokenNames, closed
 from coordinator.api.shape import Head, Usage
 from coordinator.output.deltas import Delta
 from coordinator.requests.spec import Json
@@ -24,14 +26,22 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 class ResponsesShape:
     """The shape of POST /v1/responses. ``echo``: encoded members that repeat the request, and the sampling fields as
-    they take effect."""
+    they take effect. ``names``: how log-probabilities name tokens. ``summary``: whether reasoning is sent as its
+    summary."""
 
     needs_pieces = True
     keepalive = KEEPALIVE
 
-    def __init__(self, head: Head, echo: Mapping[str, msgspec.Raw]) -> None:
-        self._head, self._echo = head, echo
+    def __init__(
+        self, head: Head, echo: Mapping[str, msgspec.Raw], names: TokenNames, *, summary: bool = False
+    ) -> None:
+        self._head, self._echo, self._summary = head, echo, summary
         self._reader = BlockReader()
+        self._tokens = TextLogprobs(names)
+        self._entries = b""
+        """The log-probabilities of the tokens whose text was added last: encoded, each followed by a comma."""
+        self._kept: dict[int, bytearray] = {}
+        """All log-probabilities so far by the index of their block, each array as in :attr:`Choice.logprobs`."""
         self._sequence = -1
         self._status: Status = "in_progress"
         self._delta = b"", b""
@@ -40,11 +50,24 @@ class ResponsesShape:
     # -- whole ----------------------------------------------------------------------------------------------------
 
     def keep(self, choice: Choice, piece: Piece) -> None:
-        self._reader.push(added(piece))
+        self._push(piece)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
         self._finish(choices[0])
         return self._response(usage)
+
+    def _push(self, piece: Piece) -> list[Step]:
+        """Add a token to the answer and return the steps that this takes."""
+        delta = added(piece)
+        return self._attach(self._reader.push(delta), self._tokens.push(piece, delta))
+
+    def _attach(self, steps: list[Step], entries: list[Json]) -> list[Step]:
+        """Keep the log-probabilities of the text that ``steps`` add. Returns ``steps``."""
+        self._entries = encode(entries)[1:-1] + b"," if entries else b""
+        if entries:
+            (block,) = [step.block for step in steps if step.what == "add" and step.block.kind == "text"]
+            self._kept.setdefault(block.index, bytearray(b"[")).extend(self._entries)
+        return steps
 
     # -- stream ---------------------------------------------------------------------------------------------------
 
@@ -55,7 +78,7 @@ class ResponsesShape:
         )
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
-        return self._events(self._reader.push(added(piece)))
+        return self._events(self._push(piece))
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
         return self._events(self._finish(choice))
@@ -88,28 +111,29 @@ class ResponsesShape:
                 return self._opened(block)
             case "add":
                 self._sequence += 1
-                return b"%b%d%b%b}\n\n" % (self._delta[0], self._sequence, self._delta[1], encode(step.text))
+                shown = b"[%b]" % self._entries[:-1]
+                place = self._delta[1] if block.kind != "text" else b'%b,"logprobs":%b' % (self._delta[1], shown)
+                return b'%b%d%b,"delta":%b}\n\n' % (self._delta[0], self._sequence, place, encode(step.text))
             case "close":
                 return self._closed(block)
 
     def _opened(self, block: Block) -> bytes:
         """Return the events that open ``block``, and prepare those of its text, which come for every token."""
-        kind = f"{_text_event(block)}.delta".encode()
+        kind = f"{self._text_event(block)}.delta".encode()
         place = encode(self._place(block))[1:-1]
-        self._delta = (
-            b'event: %b\ndata: {"type":"%b","sequence_number":' % (kind, kind),
-            b',%b,"delta":' % place,
-        )
+        self._delta = b'event: %b\ndata: {"type":"%b","sequence_number":' % (kind, kind), b",%b" % place
         opened = self._event("response.output_item.added", output_index=block.index, item=self._item(block, True))
-        return opened if block.kind == "call" else opened + self._part("response.content_part.added", block, "")
+        return opened if block.kind == "call" else opened + self._part("added", block, self._content(block, True))
 
     def _closed(self, block: Block) -> bytes:
         """Return the events that close ``block``."""
+        kind = f"{self._text_event(block)}.done"
         if block.kind == "call":
-            done = self._at(f"{_text_event(block)}.done", block, arguments=block.text, name=block.name)
+            done = self._at(kind, block, arguments=block.text, name=block.name)
         else:
-            done = self._at(f"{_text_event(block)}.done", block, text=block.text)
-            done += self._part("response.content_part.done", block, block.text)
+            logprobs = {"logprobs": self._logprobs(block)} if block.kind == "text" else {}
+            done = self._at(kind, block, text=block.text, **logprobs)
+            done += self._part("done", block, self._content(block))
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, False))
 
     def _at(self, kind: str, block: Block, **members: object) -> bytes:
@@ -120,14 +144,23 @@ class ResponsesShape:
         """Return the members of events about the text of ``block``, besides the text."""
         place: Json = {"item_id": self._id(block), "output_index": block.index}
         if block.kind != "call":
-            place["content_index"] = 0
-        if block.kind == "text":
-            place["logprobs"] = []
+            place["summary_index" if self._summarized(block) else "content_index"] = 0
         return place
 
-    def _part(self, kind: str, block: Block, text: str) -> bytes:
-        place = {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
-        return self._event(kind, **place, part=_content(block, text))
+    def _part(self, what: str, block: Block, part: Json) -> bytes:
+        """Return the event that says that the only ``part`` of ``block`` was added or is done."""
+        kind = "reasoning_summary_part" if self._summarized(block) else "content_part"
+        return self._at(f"response.{kind}.{what}", block, part=part)
+
+    def _text_event(self, block: Block) -> str:
+        """Return the beginning of the names of events about the text of ``block``."""
+        match block.kind:
+            case "call":
+                return "response.function_call_arguments"
+            case "reasoning":
+                return "response.reasoning_summary_text" if self._summary else "response.reasoning_text"
+            case "text":
+                return "response.output_text"
 
     # -- objects --------------------------------------------------------------------------------------------------
 
@@ -135,7 +168,8 @@ class ResponsesShape:
         """End the answer and return the steps that this takes."""
         cut = choice.finish_reason == "length"
         self._status = "incomplete" if cut else "completed"
-        return [*self._reader.push(choice.rest), *self._reader.finish(cut=cut)]
+        rest = self._attach(self._reader.push(choice.rest), self._tokens.take(choice.rest))
+        return [*rest, *self._reader.finish(cut=cut)]
 
     def _response(self, usage: Usage | None) -> Json:
         """Return the response object. ``usage``: None while the answer is not complete."""
@@ -157,7 +191,6 @@ class ResponsesShape:
             "service_tier": "default",
             "store": False,
             "system_fingerprint": self._head.system_fingerprint,
-            "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             **self._echo,
@@ -176,34 +209,31 @@ class ResponsesShape:
                 call: Json = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
                 return {"type": "function_call", **item, **call}
             case "reasoning":
-                content = [] if opened else [_content(block, block.text)]
-                return {"type": "reasoning", **item, "summary": [], "content": content}
+                parts = [] if opened else [self._content(block)]
+                shown = {"summary": parts, "content": []} if self._summary else {"summary": [], "content": parts}
+                return {"type": "reasoning", **item, **shown}
             case "text":
-                content = [] if opened else [_content(block, block.text)]
-                return {"type": "message", **item, "role": "assistant", "content": content}
+                parts = [] if opened else [self._content(block)]
+                return {"type": "message", **item, "role": "assistant", "content": parts}
+
+    def _summarized(self, block: Block) -> bool:
+        return self._summary and block.kind == "reasoning"
+
+    def _content(self, block: Block, opened: bool = False) -> Json:
+        """Return the only part of ``block``, empty if it was just ``opened``."""
+        text = "" if opened else block.text
+        if block.kind == "reasoning":
+            return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(block)}
+
+    def _logprobs(self, block: Block) -> msgspec.Raw:
+        """Return the log-probabilities of the tokens of ``block`` so far."""
+        return closed(self._kept.get(block.index, b"["), b"")
 
 
 def added(piece: Piece) -> Delta:
     """Return what one token adds to an answer."""
     return Delta(piece.text) if piece.delta is None else piece.delta
-
-
-def _content(block: Block, text: str) -> Json:
-    """Return the only content part of ``block``."""
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _text_event(block: Block) -> str:
-    """Return the beginning of the names of events about the text of ``block``."""
-    match block.kind:
-        case "call":
-            return "response.function_call_arguments"
-        case "reasoning":
-            return "response.reasoning_text"
-        case "text":
-            return "response.output_text"
 
 
 def _usage(usage: Usage) -> Json:

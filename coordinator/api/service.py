@@ -1,17 +1,16 @@
-"""The served model: its name, its tokenizer and chat template, its limits and its sampling defaults.
+"""The served model: its name, its tokenizer and chat template, its limits, and the rules of its sampling.
 
-Turns validated bodies into token ids and :class:`~common.core.request.SamplingParams` for workers. A text that cannot
-fit the context is refused before any work. Long texts are tokenized in :mod:`coordinator.text.lanes`.
+Turns validated bodies into token ids. A text that cannot fit the context is refused before any work. Long texts are
+tokenized in :mod:`coordinator.text.lanes`.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import TypeVar
@@ -19,16 +18,18 @@ from typing import TypeVar
 from common.checkpoint.files import Checkpoint
 from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError, StartError
-from common.core.request import SamplingParams
 from common.kv.prefix import Chain, chain_root
 from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import JsonBudget, refuse
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading
+from coordinator.api.prompt_report import TokenNames
+from coordinator.api.sampling import SamplingRules
 from coordinator.cluster.registry import Registry
 from coordinator.grammar.compiler import GrammarCompiler
 from coordinator.grammar.requests import GrammarRequest, for_chat
-from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
+from coordinator.requests.errors import outside_vocabulary, too_long
+from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import Lanes, cost
 from coordinator.text.render_budget import TooMuchText
@@ -48,16 +49,6 @@ _CHAR_BYTES = 4
 MOST_TEMPLATED = 12 << 20
 """Maximum characters of a rendered chat template, or one and a half times ``--max-body-bytes`` if that is more. The
 context length alone is no sufficient limit: a long context has room for hundreds of megabytes of white space."""
-MOST_LOGPROB_BYTES = 128 << 20
-"""Maximum bytes of the log-probabilities of a prompt and, unless the answer is a stream, of its output. They stay in
-memory until they are sent."""
-_LOGPROB_BYTES = {"messages": 110, "prompt": 50}
-"""Approximate bytes in JSON of one log-probability with its token, an upper estimate for ordinary tokens. By the name
-of the prompt field: chat responses have more per entry than completions."""
-_PROMPT_LOGPROB_BYTES = 85
-"""Approximate bytes in JSON of one log-probability in ``prompt_logprobs``, with its token and rank."""
-_KEPT_BAD_WORDS = 256
-_FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
 @functools.cache
@@ -85,7 +76,7 @@ class ServedModel:
             reasoning_parser=config.reasoning_parser,
         )
         self.eos_token_ids = checkpoint.eos_token_ids
-        self.defaults = _defaults(checkpoint)
+        self.rules = SamplingRules(checkpoint, self.text, lambda: self.context_length)
         self._limit = min(config.max_model_len or checkpoint.position_limit, checkpoint.position_limit)
         if config.max_model_len and config.max_model_len > checkpoint.position_limit:
             raise StartError(
@@ -94,11 +85,11 @@ class ServedModel:
                 f"give at most {checkpoint.position_limit}",
             )
         parsers = f"{config.tool_call_parser} {config.reasoning_parser}"  # calls are constrained to their format
-        self._settings = f"{self.defaults}{config.chat_template}{self._limit}{parsers}"
+        self._settings = f"{self.rules.defaults}{config.chat_template}{self._limit}{parsers}"
         self._most_repeated = config.max_body_bytes
         self._most_templated = max(MOST_TEMPLATED, config.max_body_bytes * 3 // 2)
+        self._tokens_as_ids = config.return_tokens_as_token_ids
         self._lanes = Lanes()
-        self._banned = functools.lru_cache(maxsize=_KEPT_BAD_WORDS)(self.text.bad_words)
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.vocab_size, self.eos_token_ids)
 
     def close(self) -> None:
@@ -130,6 +121,10 @@ class ServedModel:
         """Maximum tokens of prompt and output together: the minimum over all workers."""
         return min((hello.max_model_len for hello in self.workers.hellos()), default=self._limit)
 
+    def token_names(self, options: Options) -> TokenNames:
+        """Return how log-probabilities in the answer to a request name tokens."""
+        return TokenNames(self.text, self._tokens_as_ids if options.tokens_as_ids is None else options.tokens_as_ids)
+
     # -- prompts --------------------------------------------------------------------------------------------------
 
     def parse_chat(self, fields: Json, budget: JsonBudget) -> ChatBody:
@@ -156,7 +151,7 @@ class ServedModel:
         except TooMuchText:
             head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
             text = f"{head}, but {field!r} has more after the chat template is applied. Shorten it."
-            raise _too_long(text, field) from None
+            raise too_long(text, field) from None
         if not truncates:
             self.check_chars(chat.chars, field)
         return chat
@@ -204,7 +199,7 @@ class ServedModel:
                 if options.truncate_prompt is None:
                     self.check_chars(len(prompt), "prompt")
             elif max(prompt) >= self.checkpoint.vocab_size:
-                self._outside("prompt", max(prompt))
+                raise outside_vocabulary("prompt", max(prompt), self.checkpoint.vocab_size)
 
     def check_repeats(self, body: CompletionBody, prompts: Sequence[str | list[int]]) -> None:
         """Raise RequestError if the answer would repeat more bytes of ``prompts`` than a request body may have. Each
@@ -267,7 +262,7 @@ class ServedModel:
                 ids.extend(part)
                 if len(ids) > most:
                     head = f"This model's maximum context length is {self.context_length} tokens"
-                    raise _too_long(f"{head}, but {param!r} has more than {most}. Shorten it.", param)
+                    raise too_long(f"{head}, but {param!r} has more than {most}. Shorten it.", param)
         return ids.tolist()
 
     async def prefix_chains(self, packed: bytes, cache_salt: str) -> Chains:
@@ -293,7 +288,7 @@ class ServedModel:
         """Run ``work`` on a request body as one step of a lane. Raises RequestError 429 if the lane is full."""
         return await self._lanes.of_body(len(body)).only_step(cost(body), work)
 
-    # -- sampling -------------------------------------------------------------------------------------------------
+    # -- grammars -------------------------------------------------------------------------------------------------
 
     def chat_grammar(self, body: ChatBody, chat: ChatText) -> GrammarRequest | None:
         """Return what the grammar of ``body``, rendered as ``chat``, depends on, for :meth:`grammar`."""
@@ -311,134 +306,17 @@ class ServedModel:
                 return ""
             raise
 
-    def sampling(
-        self,
-        options: Options,
-        prompt_tokens: int,
-        prompt_field: str,
-        most_output: int | None,
-        choices: int,
-        grammar: str = "",
-    ) -> SamplingParams:
-        """Return the sampling parameters for one prompt of a request with ``choices`` choices over all its prompts.
-        ``grammar``: what its output must match, "" for no constraint.
-
-        Without ``max_tokens`` the output is limited to what fits the context, and to ``most_output`` tokens per choice.
-        Raises RequestError if prompt and output do not fit the context, a token id is outside the vocabulary, or the
-        answer could have more than MOST_LOGPROB_BYTES of log-probabilities."""
-        asked = options.sampling
-        of_prompt = self._check_prompt_logprobs(options, prompt_tokens, prompt_field, choices)
-        if asked.logprobs is None or options.stream:
-            max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
-        else:
-            per_token = _LOGPROB_BYTES[prompt_field] * (asked.logprobs + 1) * choices
-            most = (MOST_LOGPROB_BYTES - of_prompt) // per_token
-            most_output = most if most_output is None else min(most, most_output)
-            max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
-            if max_tokens > most:
-                size = of_prompt + max_tokens * per_token
-                text = f"The answer may have {size:,} bytes of log-probabilities, at most"
-                text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Request fewer, or a stream ('stream': true)."
-                refuse(text, "top_logprobs" if prompt_field == "messages" else "logprobs")
-        self._check_ids(asked)
-        seed = secrets.randbits(64) if asked.seed is None else asked.seed % (1 << 64)
-        chosen = {name: getattr(asked, name) for name in _FALLBACK}
-        merged = {name: self.defaults[name] if value is None else value for name, value in chosen.items()}
-        return SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            temperature=float(merged["temperature"]),
-            top_k=int(merged["top_k"]),
-            top_p=float(merged["top_p"]),
-            min_p=float(merged["min_p"]),
-            repetition_penalty=float(merged["repetition_penalty"]),
-            frequency_penalty=asked.frequency_penalty,
-            presence_penalty=asked.presence_penalty,
-            logit_bias=asked.logit_bias,
-            min_tokens=min(asked.min_tokens, max_tokens),
-            stop_token_ids=self._stop_token_ids(options),
-            eos_token_ids=self.eos_token_ids,
-            ignore_eos=asked.ignore_eos,
-            logprobs=asked.logprobs,
-            grammar=grammar,
-            prompt_logprobs=asked.prompt_logprobs,
-            allowed_token_ids=asked.allowed_token_ids,
-            bad_words=self._banned(asked.bad_words),
-        )
-
-    def _check_prompt_logprobs(self, options: Options, prompt_tokens: int, prompt_field: str, choices: int) -> int:
-        """Return the approximate bytes of the log-probabilities of a prompt in the answer, where each of ``choices``
-        choices repeats them. Raises RequestError if they are more than MOST_LOGPROB_BYTES."""
-        asked = options.sampling
-        if asked.prompt_logprobs is None:
-            return 0
-        shown = asked.logprobs is not None and prompt_field == "prompt"
-        echoed = _LOGPROB_BYTES[prompt_field] * ((asked.logprobs or 0) + 1) if shown else 0
-        field = options.prompt_logprobs
-        size = prompt_tokens * choices * (echoed + (0 if field is None else _PROMPT_LOGPROB_BYTES * (field + 1)))
-        if size > MOST_LOGPROB_BYTES:
-            text = f"The answer would have {size:,} bytes of log-probabilities of the prompt, at most"
-            text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Request fewer, or send fewer prompts at once."
-            refuse(text, "logprobs" if field is None else "prompt_logprobs")
-        return size
-
-    def _stop_token_ids(self, options: Options) -> tuple[int, ...]:
-        """Return the ids that end an output: also those of stop strings that are exactly one special token, whose text
-        an output does not have."""
-        control = [token for stop in options.stop if (token := self.text.control_token(stop)) is not None]
-        return tuple(dict.fromkeys((*options.sampling.stop_token_ids, *control)))
-
-    def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str, most_output: int | None) -> int:
-        limit = self.context_length
-        room = limit - prompt_tokens
-        fitting = room if most_output is None else min(room, max(1, most_output))
-        if asked.default_tokens is not None:
-            fitting = min(fitting, asked.default_tokens)
-        wanted = fitting if asked.max_tokens is None else asked.max_tokens
-        if wanted == asked.max_tokens == 0 <= room or 1 <= wanted <= room:
-            return wanted
-        head = f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}"
-        if room < 1:
-            raise _too_long(f"{head}. Shorten the prompt.", prompt_field)
-        param = "max_output_tokens" if prompt_field == "input" else "max_tokens"
-        raise _too_long(f"{head} and {wanted} output tokens are requested. At most {room} fit.", param)
-
     def check_chars(self, chars: int, param: str) -> None:
         """Raise RequestError if no text of ``chars`` characters can fit the context."""
         most = self._most_chars
         if chars > most:
             head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
-            raise _too_long(f"{head}, but {param!r} has {chars}. Shorten it.", param)
+            raise too_long(f"{head}, but {param!r} has {chars}. Shorten it.", param)
 
     @property
     def _most_chars(self) -> int:
         """Maximum characters of any text that fits the context."""
         return self.context_length * self.text.chars_per_token
-
-    def _check_ids(self, asked: Sampling) -> None:
-        vocab = self.checkpoint.vocab_size
-        given: tuple[tuple[str, Iterable[int]], ...] = (
-            ("stop_token_ids", asked.stop_token_ids),
-            ("logit_bias", asked.logit_bias),
-            ("allowed_token_ids", asked.allowed_token_ids),
-        )
-        for param, ids in given:
-            if (largest := max(ids, default=0)) >= vocab:
-                self._outside(param, largest)
-        ends = {*self.eos_token_ids, *asked.stop_token_ids}
-        if asked.min_tokens and asked.allowed_token_ids and ends.issuperset(asked.allowed_token_ids):
-            refuse("'allowed_token_ids' has only ids that end the output, which 'min_tokens' forbids.", "min_tokens")
-
-    def _outside(self, param: str, token: int) -> None:
-        raise RequestError(
-            f"Token id {token} in {param!r} is outside the vocabulary of {self.checkpoint.vocab_size}.",
-            param=param,
-            code="invalid_value",
-        )
-
-
-def _too_long(message: str, param: str) -> RequestError:
-    return RequestError(message, param=param, code="context_length_exceeded")
 
 
 def _size(value: object) -> int:
@@ -456,10 +334,3 @@ def _size(value: object) -> int:
         elif isinstance(item, list):
             left += item
     return size
-
-
-def _defaults(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the sampling defaults: the numbers in the checkpoint's generation_config.json, else _FALLBACK."""
-    given = checkpoint.generation_config
-    known = {name: given[name] for name in _FALLBACK if isinstance(given.get(name), int | float)}
-    return _FALLBACK | known

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coordinator.api.fields import Fields, refuse
-from coordinator.api.openai import parse_cache_salt, parse_sampling
+from coordinator.api.openai import parse_cache_salt, parse_sampling, parse_tokens_as_ids
 from coordinator.api.structured import GUIDED
 from coordinator.api.unsupported import refuse_unsupported
 from coordinator.requests.spec import Constraint, Options
@@ -19,9 +19,14 @@ _CONSTRAINTS = ("response_format", "structured_outputs", *GUIDED, "prompt_logpro
 
 
 def parse_options(
-    fields: Fields, max_tokens: int | None, stop: tuple[str, ...], constraint: Constraint | None
+    fields: Fields,
+    max_tokens: int | None,
+    stop: tuple[str, ...],
+    constraint: Constraint | None,
+    logprobs: int | None = None,
 ) -> Options:
-    """Return the options of a request for one choice. The caller adds the names of ignored fields. Raises
+    """Return the options of a request for one choice. ``logprobs``: most likely tokens per output token whose
+    log-probabilities the answer has, None for no log-probabilities. The caller adds the names of ignored fields. Raises
     RequestError."""
     if (fields.integer("n", 1, 1 << 16) or 1) > 1:
         refuse(
@@ -30,7 +35,7 @@ def parse_options(
     return Options(
         model=fields.string("model", limit=1024),
         n=1,
-        sampling=parse_sampling(fields, None, max_tokens),
+        sampling=parse_sampling(fields, logprobs, max_tokens),
         stop=stop,
         include_stop=False,
         skip_special_tokens=True,
@@ -42,6 +47,7 @@ def parse_options(
         cache_salt=parse_cache_salt(fields),
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         constraint=constraint,
+        tokens_as_ids=parse_tokens_as_ids(fields),
     )
 
 

@@ -1,18 +1,22 @@
 """Validates the fields of a chat request with which an answer may call functions.
 
 Owns ``tools``, ``tool_choice`` and ``parallel_tool_calls``, each in OpenAI's nested form and in the flat form of the
-Responses API, which some clients also send to chat completions. Must not know how a model spells a call.
+Responses API, which some clients also send to chat completions, and the deprecated ``functions`` and ``function_call``.
+Must not know how a model spells a call.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple, NoReturn
 
+from coordinator.api.chat_messages import MAX_NAME_CHARS
 from coordinator.api.fields import Fields, refuse, wrong_type
 from coordinator.requests.spec import Json, ToolUse
 
 MAX_TOOLS = 1024
-MAX_NAME_CHARS = 256
+FORMER = ("functions", "function_call")
+"""Deprecated fields of chat completions, for one call at most."""
 _OTHER_KINDS = (
     "apply_patch",
     "code_interpreter",
@@ -95,6 +99,40 @@ def _without_strict(tool: Json) -> Json:
     return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
+def parse_functions(fields: Fields) -> OfferedTools | None:
+    """Return the functions of a chat request in the deprecated fields FORMER as tools, None if it has neither field.
+    Raises RequestError as :func:`parse_tools` does, and if the request has fields of both forms."""
+    if not any(map(fields.has, FORMER)):
+        return None
+    for name in ("tools", "tool_choice"):
+        if fields.has(name):
+            refuse(f"{name!r} and its older form ('functions', 'function_call') exclude each other.", name)
+    fields.boolean("parallel_tool_calls", True)  # there is one call at most
+    tools: _Tools = {}
+    for index, entry in enumerate(fields.array("functions", MAX_TOOLS) or ()):
+        at = f"functions[{index}]"
+        if not isinstance(entry, dict):
+            wrong_type(at, "an object", entry)
+        function = Fields(entry, at)
+        name = _function_name(function)
+        if name in tools:
+            refuse(f"Two functions have the name {name[:64]!r}.", f"{at}.name")
+        inner = {key: value for key, value in entry.items() if value is not None}
+        tools[name] = _Tool({"type": "function", "function": inner}, function.at("parameters"))
+    choice = fields.raw("function_call")
+    if isinstance(choice, dict):
+        named = Fields(choice, "function_call")
+        name = named.string("name") or named.missing("name")
+        if name not in tools:
+            refuse(f"'functions' has no function of the name {name[:64]!r}.", "function_call.name")
+        return _offer(tools, replace(_use({name: tools[name]}, "named", False), former=True))
+    if choice not in (None, "auto", "none"):
+        refuse("'function_call' must be one of none, auto, or an object with a name.", "function_call")
+    if choice == "none" or not tools:
+        return OfferedTools(None, None)
+    return _offer(tools, replace(_use(tools, "auto", False), former=True))
+
+
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
@@ -119,10 +157,7 @@ def _tool(entry: object, at: str) -> tuple[str, _Tool]:
         _refuse_kind(kind, "function", f"{at}.type")
     flat = not tool.has("function") and tool.has("name")
     function = tool if flat else tool.nested("function") or tool.missing("function")
-    name = function.string("name", limit=MAX_NAME_CHARS) or function.missing("name")
-    function.string("description", limit=1 << 26)
-    function.mapping("parameters")
-    function.boolean("strict", False)
+    name = _function_name(function)
     nested = entry
     if flat or None in function.values.values():
         inner = {
@@ -130,6 +165,15 @@ def _tool(entry: object, at: str) -> tuple[str, _Tool]:
         }
         nested = {"type": "function", "function": inner} if flat else {**entry, "function": inner}
     return name, _Tool(nested, function.at("parameters"))
+
+
+def _function_name(function: Fields) -> str:
+    """Return the name of a function after checking its other members."""
+    name = function.string("name", limit=MAX_NAME_CHARS) or function.missing("name")
+    function.string("description", limit=1 << 26)
+    function.mapping("parameters")
+    function.boolean("strict", False)
+    return name
 
 
 def _refuse_kind(kind: str | None, allowed: str, at: str) -> NoReturn:

@@ -7,6 +7,8 @@ with its neutral value, which asks for nothing. Fields that only concern the wor
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from coordinator.api.fields import Fields, refuse
 
 _TRANSFER = "{name!r} cannot be set by clients: the server decides where KV blocks are sent."
@@ -29,8 +31,8 @@ UNSUPPORTED: dict[str, str] = {
     # OpenAI's
     "suffix": "Insertion ('suffix') is not supported: the models served here complete text at its end.",
     "audio": "Audio output is not supported: this server serves text models.",
-    "functions": "'functions' is the deprecated form; send 'tools' instead.",
-    "function_call": "'function_call' is the deprecated form; send 'tool_choice' instead.",
+    "functions": "'functions' is only supported by /v1/chat/completions.",
+    "function_call": "'function_call' is only supported by /v1/chat/completions.",
     "web_search_options": "Web search is not supported: this server opens no outbound connection.",
     "verbosity": "'verbosity' is not supported: ask for it in the prompt.",
     # other ways to search and to sample
@@ -93,7 +95,6 @@ UNSUPPORTED: dict[str, str] = {
     "return_hidden_states": _INTERNAL,
     "return_routed_experts": _INTERNAL,
     "return_cached_tokens_details": _INTERNAL,
-    "return_tokens_as_token_ids": "'return_tokens_as_token_ids' is not supported: use 'return_token_ids'.",
 }
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
@@ -116,10 +117,11 @@ _STRICT = frozenset(("kv_transfer_params", "disagg_params", "bootstrap_host", "b
 """Fields that are refused whatever their value is, unless it is null."""
 
 
-def refuse_unsupported(fields: Fields) -> None:
-    """Raise RequestError for a field that cannot be obeyed."""
+def refuse_unsupported(fields: Fields, obeyed: Collection[str] = ()) -> None:
+    """Raise RequestError for a field that cannot be obeyed. ``obeyed``: fields that this endpoint obeys all the
+    same."""
     for name in fields.values:
-        if name in UNSUPPORTED:
+        if name in UNSUPPORTED and name not in obeyed:
             value = fields.raw(name)
             asks = value or isinstance(value, dict) or (name in _STRICT and value is not None)
             if asks and (value is True or value not in _NEUTRAL.get(name, ())):

@@ -56,27 +56,33 @@ async def answer(
     shape: Shape,
     grammar: str,
     reading: OutputReading | None = None,
+    *,
+    continues: bool,
     echoes: Sequence[str] = (),
 ) -> web.StreamResponse:
     """Submit one record per prompt, all together, and return the response, whole or as a stream. ``grammar``: what each
     choice must match, "" for no constraint. ``reading``: how outputs are parsed, None if they are only text.
+    ``continues``: whether outputs continue the text at the end of their prompts, rather than being texts of their own.
     ``echoes``: as for :class:`coordinator.api.response_encoder.CompletionShape`."""
     services = request.app[SERVICES]
     model = services.model
-    stops = StopStrings(options.stop, options.include_stop) if options.stop else None
+    stops = None
+    if options.stop:
+        stops = StopStrings(options.stop, options.include_stop, model.text.control_tokens(options.stop))
 
     reports: list[PromptReport] = []
     if options.sampling.prompt_logprobs is not None:
+        names = model.token_names(options)
         texts: Sequence[str | None] = echoes[:: options.n] or [None] * len(prompts)
         pairs = zip(prompts, texts, strict=True)
-        reports = [PromptReport(prompt, options, model.text, text) for prompt, text in pairs]
+        reports = [PromptReport(prompt, options, names, text) for prompt, text in pairs]
 
     def choice(index: int) -> Choice:
         prompt = prompts[index // options.n]
         if reading is None:
-            made = Choice(index, prompt, options, model.text, stops, continues=prompt_field == "prompt")
+            made = Choice(index, prompt, options, model.text, stops, continues=continues)
         else:
-            made = ParsedChoice(index, prompt, options, model.text, stops, reading)
+            made = ParsedChoice(index, prompt, options, model.text, stops, reading, continues=continues)
         if reports:
             made.show_prompt(reports[index // options.n])
         return made
@@ -85,7 +91,9 @@ async def answer(
     records = []
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
-        sampling = model.sampling(options, len(prompt), prompt_field, most_output, len(prompts) * options.n, grammar)
+        sampling = model.rules.params(
+            options, len(prompt), prompt_field, most_output, len(prompts) * options.n, grammar
+        )
         packed = pack_tokens(prompt)
         # a prompt whose log-probabilities are requested is computed whole, whatever is cached
         scored = sampling.prompt_logprobs is not None

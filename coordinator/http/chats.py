@@ -25,14 +25,15 @@ UNPARSED_TOOLS = {"x-tandem-tools": "unparsed"}
 @dataclass(slots=True)
 class ChatRequest:
     """A chat as it was read. ``reading``: how outputs are parsed. ``unparsed``: whether calls stay in the content.
-    ``grammar``: what the grammar of outputs depends on. ``capped``: whether a ``max_tokens`` beyond the context means
-    what fits; otherwise it is refused."""
+    ``grammar``: what the grammar of outputs depends on. ``continues``: whether outputs continue the text of the last
+    message. ``capped``: whether a ``max_tokens`` beyond the context means what fits; otherwise it is refused."""
 
     options: Options
     text: ChatText | None
     reading: OutputReading | None
     unparsed: bool
     grammar: GrammarRequest | None
+    continues: bool
     capped: bool = False
 
     def take_text(self) -> ChatText:
@@ -52,7 +53,9 @@ def read_chat(model: ServedModel, body: ChatBody, field: str) -> ChatRequest:
     model.check_name(body.options.model)
     text = model.chat_text(body, field)
     unparsed = body.tool_use is not None and not model.text.output.reads_calls
-    return ChatRequest(body.options, text, model.reading(body, text), unparsed, model.chat_grammar(body, text))
+    continues = body.continue_final_message and bool(body.messages[-1]["content"])
+    grammar = model.chat_grammar(body, text)
+    return ChatRequest(body.options, text, model.reading(body, text), unparsed, grammar, continues)
 
 
 async def answer_chat(
@@ -67,4 +70,6 @@ async def answer_chat(
     options = chat.options
     if chat.capped and (options.sampling.max_tokens or 0) > model.context_length - len(prompt):
         options = replace(options, sampling=replace(options.sampling, max_tokens=None))
-    return await answer(request, arrived_at, [prompt], field, options, shape, grammar, chat.reading)
+    return await answer(
+        request, arrived_at, [prompt], field, options, shape, grammar, chat.reading, continues=chat.continues
+    )

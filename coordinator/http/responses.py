@@ -34,15 +34,15 @@ async def responses(request: web.Request) -> web.StreamResponse:
     refuse_when_draining(services)
     model = services.model
 
-    def read(fields: Json, budget: JsonBudget) -> tuple[ChatRequest, dict[str, msgspec.Raw]]:
+    def read(fields: Json, budget: JsonBudget) -> tuple[ChatRequest, dict[str, msgspec.Raw], bool]:
         body = parse_responses(fields, budget, model.check_chars, arguments_as_text=model.arguments_as_text)
-        return read_chat(model, body.chat, "input"), body.echo
+        return read_chat(model, body.chat, "input"), body.echo, body.summary
 
-    chat, echo = await read_body(request, read, templated=True)
+    chat, echo, summary = await read_body(request, read, templated=True)
     for name in _ECHOED:
         given = getattr(chat.options.sampling, name)
-        echo[name] = msgspec.Raw(encode(float(model.defaults[name] if given is None else given)))
-    shape = ResponsesShape(new_head("resp_", model), echo)
+        echo[name] = msgspec.Raw(encode(float(model.rules.defaults[name] if given is None else given)))
+    shape = ResponsesShape(new_head("resp_", model), echo, model.token_names(chat.options), summary=summary)
     return await answer_chat(request, arrived_at, chat, "input", shape)
 
 

@@ -36,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return read_chat(model, model.parse_chat(fields, budget), "messages")
 
     chat = await read_body(request, read, templated=True)
-    shape = ChatShape(new_head("chatcmpl-", model), chat.options, model.text)
+    shape = ChatShape(new_head("chatcmpl-", model), chat.options, model.token_names(chat.options))
     return await answer_chat(request, arrived_at, chat, "messages", shape)
 
 
@@ -65,8 +65,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         model.check_repeats(replace(body, echo=False), prompts)
     echoes = await _echoes(model, body, prompts) if body.echo else []
     del body  # release its memory: the answer may take long
-    shape = CompletionShape(new_head("cmpl-", model), options, model.text, echoes)
-    return await answer(request, arrived_at, prompts, "prompt", options, shape, grammar, echoes=echoes)
+    shape = CompletionShape(new_head("cmpl-", model), options, model.token_names(options), echoes)
+    return await answer(request, arrived_at, prompts, "prompt", options, shape, grammar, continues=True, echoes=echoes)
 
 
 async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:

@@ -84,6 +84,17 @@ def prompt_too_long(tokens: int, longest: int) -> RequestError:
     return RequestError(text, param="prompt", code="context_length_exceeded")
 
 
+def too_long(message: str, param: str) -> RequestError:
+    """Return the error for a text, prompt or output in the field ``param`` that cannot fit the context."""
+    return RequestError(message, param=param, code="context_length_exceeded")
+
+
+def outside_vocabulary(param: str, token: int, size: int) -> RequestError:
+    """Return the error for the id ``token`` in the field ``param``, where the vocabulary has ``size`` tokens."""
+    text = f"Token id {token} in {param!r} is outside the vocabulary of {size}."
+    return RequestError(text, param=param, code="invalid_value")
+
+
 def outgrown(tokens: int) -> RequestError:
     """Return the error for a retried request that none of the remaining workers can hold; ``tokens`` counts prompt and
     output."""

@@ -82,6 +82,8 @@ class Options:
     """Last tokens of the prompt to keep, 0 for as many as fit the context, None for all."""
     add_special_tokens: bool = True
     """Whether a text prompt begins with the tokens that the tokenizer adds, such as the beginning of a sequence."""
+    tokens_as_ids: bool | None = None
+    """Whether log-probabilities name tokens by their ids; None: as the server is configured."""
     ignored: tuple[str, ...] = ()
 
 
@@ -92,12 +94,13 @@ class ToolUse:
     ``tools``: those that it may call, in OpenAI's nested form, with ``strict`` if the client set it. ``params``: the
     paths of their parameters in the request, for error messages. ``choice``: whether it may call them (auto), must call
     at least one of them (required), or must call the only one (named). ``parallel``: whether it may make several
-    calls."""
+    calls. ``former``: whether the answer has its call as OpenAI's deprecated ``function_call``."""
 
     tools: tuple[Json, ...]
     params: tuple[str, ...]
     choice: Literal["auto", "required", "named"] = "auto"
     parallel: bool = True
+    former: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

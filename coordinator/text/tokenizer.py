@@ -12,7 +12,7 @@ import codecs
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -175,10 +175,10 @@ class TextModel:
             return _ByteDetokenizer(self, skip_special_tokens, after)
         return _WindowDetokenizer(self, skip_special_tokens, after)
 
-    def control_token(self, text: str) -> int | None:
-        """Return the id of the special token that is spelled ``text``, None if there is none."""
-        token: int | None = self.tokenizer.token_to_id(text)
-        return token if token is not None and self.is_special(token) else None
+    def control_tokens(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return those of ``texts`` that are exactly the spelling of one special token, by its id."""
+        ids = [(self.tokenizer.token_to_id(text), text) for text in texts]
+        return {token: text for token, text in ids if token is not None and self.is_special(token)}
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of ``token``, b"" for an id that the tokenizer does not have."""
@@ -350,12 +350,13 @@ class _WindowDetokenizer:
 
 
 class StopStrings:
-    """The stop strings of a request, for the windows of all its choices."""
+    """The stop strings of a request, for the windows of all its choices. ``tokens``: those that are one special token,
+    by its id; such a token ends the output on the worker, and the text of an output does not have it."""
 
-    __slots__ = ("chars", "include", "longest", "strings")
+    __slots__ = ("chars", "include", "longest", "strings", "tokens")
 
-    def __init__(self, strings: Sequence[str], include: bool) -> None:
-        self.strings, self.include = strings, include
+    def __init__(self, strings: Sequence[str], include: bool, tokens: Mapping[int, str] | None = None) -> None:
+        self.strings, self.include, self.tokens = strings, include, tokens or {}
         self.longest = max(map(len, strings), default=0)
         self.chars = frozenset("".join(stop[:-1] for stop in strings))
         """All characters of the stop strings but the last of each: a possible start of a stop string ends with one."""
@@ -384,6 +385,11 @@ class StopWindow:
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
+
+    def end(self, token: int) -> None:
+        """Note which stop string ``token``, after which the output ended, is: none of them if it is another token."""
+        if self.found is None:
+            self.found = self._stops.tokens.get(token)
 
     def let_pass(self, text: str) -> str:
         """Return what was held back and ``text`` without looking for stop strings, for tokens before ``min_tokens``."""

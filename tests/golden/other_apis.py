@@ -66,7 +66,12 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": {"id": "p"}}, "prompt", "unsupported"),
     ({"truncation": "auto"}, "truncation", "unsupported"),
     ({"truncation": "middle"}, "truncation", "invalid_value"),
-    ({"top_logprobs": 3}, "top_logprobs", "unsupported"),
+    ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": "3"}, "top_logprobs", "invalid_type"),
+    ({"reasoning": {"summary": "short"}}, "reasoning.summary", "invalid_value"),
+    ({"reasoning": {"generate_summary": 1}}, "reasoning.generate_summary", "invalid_type"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported"),
+    ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids", "invalid_type"),
     ({"n": 2}, "n", "unsupported"),
     ({"store": "yes"}, "store", "invalid_type"),
     ({"stream": 1}, "stream", "invalid_type"),
@@ -80,7 +85,6 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"include": "a"}, "include", "invalid_type"),
     ({"include": [3]}, "include[0]", "invalid_type"),
     ({"include": ["a"]}, "include[0]", "invalid_value"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]", "unsupported"),
     ({"text": "a"}, "text", "invalid_type"),
     ({"text": {"format": {}}}, "text.format.type", "missing_required_parameter"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
@@ -186,6 +190,7 @@ def bodies() -> Iterator[tuple[str, str, dict[str, Any]]]:
             {},
             {"tools": [FUNCTION], "instructions": "Be brief."},
             {"input": [*HELLO, FUNCTION_CALL, OUTPUT]},
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
         ):
             yield _named(RESPONSES, {"input": "hello", **reply, "stream": stream, **more})
         for more in (

@@ -304,6 +304,12 @@ TOOLS: tuple[dict[str, Any], ...] = (
         {"type": "allowed_tools", "mode": "required", "tools": [_F]},
     )),
     {"tools": [_F], "parallel_tool_calls": False},
+    *({"functions": functions, "function_call": choice} for functions, choice in (
+        ([_F["function"]], None), ([_F["function"]], "none"), ([_F["function"]], {"name": "f"}),
+        ([_F["function"]], {"name": "h"}), ([_F["function"]], {}), ([_F["function"]], "required"),
+        ([_F["function"], _F["function"]], None), (["f"], None),
+    )),
+    {"functions": [_F["function"]], "tools": [_F]},
     {"documents": [{"title": "t", "text": "x"}]},
     {"documents": ["x"]},
     {"max_reasoning_tokens": 5},

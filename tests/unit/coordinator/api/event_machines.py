@@ -69,12 +69,17 @@ class ResponsesMachine:
             assert event["item_id"] == item["id"]
         texts = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
         parted = item["type"] != "function_call"
+        if item["type"] == "reasoning" and "reasoning_summary" in name:
+            assert "content_index" not in event
+            name = name.replace("reasoning_summary_text", "reasoning_text").replace("reasoning_summary", "content")
+            event = {**event, "content_index": event["summary_index"]}
         if parted and name != "output_item.done":
             assert event["content_index"] == 0
         match self._part, name.removeprefix(texts[item["type"]]):
             case "none", "content_part.added" if parted:
                 self._part = "open"
                 assert event["part"]["text"] == ""
+                item["summarized"] = event["part"]["type"] == "summary_text"
             case ("open", ".delta") | ("none", ".delta") if (self._part == "open") == parted:
                 assert event["delta"]
                 item["said"] += event["delta"]
@@ -84,6 +89,7 @@ class ResponsesMachine:
             case "said", "content_part.done" if parted:
                 self._part = "closed"
                 assert event["part"]["text"] == item["said"]
+                assert (event["part"]["type"] == "summary_text") == item["summarized"]
             case ("closed", "output_item.done") | ("said", "output_item.done") if (self._part == "closed") == parted:
                 self._done(event["item"])
             case _:
@@ -91,11 +97,12 @@ class ResponsesMachine:
 
     def _done(self, item: Event) -> None:
         said = self._open.pop("said")
+        parts = "summary" if self._open.pop("summarized", False) else "content"
         assert item["status"] in ("completed", "incomplete")
-        assert {**item, "status": "", "content": 0} == {**self._open, "status": "", "content": 0} | (
+        assert {**item, "status": "", parts: 0} == {**self._open, "status": "", parts: 0} | (
             {"arguments": said} if item["type"] == "function_call" else {}
         )
-        assert item["type"] == "function_call" or item["content"][0]["text"] == said
+        assert item["type"] == "function_call" or [part["text"] for part in item[parts]] == [said]
         self.items.append(item)
         self.state = "between"
 

@@ -14,14 +14,18 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from common.core.errors import RequestError
+from common.core.ids import pack_tokens
+from common.net.messages import Logprobs
 from coordinator.api.anthropic_encoder import MessagesShape, anthropic_error
 from coordinator.api.blocks import BlockReader
 from coordinator.api.choice import Choice, Piece
 from coordinator.api.delta_encoder import encode
+from coordinator.api.prompt_report import TokenNames
 from coordinator.api.responses import parse_responses
 from coordinator.api.responses_encoder import ResponsesShape
 from coordinator.api.shape import Head, Usage
 from coordinator.output.deltas import CallDelta, Delta
+from coordinator.text.tokenizer import TextModel
 from tests.unit.coordinator.api.event_machines import MessagesMachine, ResponsesMachine, named_events
 
 USAGE = Usage(prompt=10, completion=7, cached=4, reasoning=3)
@@ -79,8 +83,19 @@ def whole(shape: Any, deltas: Sequence[Delta], ended: Ended) -> dict[str, Any]:
     return body
 
 
-def responses_shape() -> ResponsesShape:
-    return ResponsesShape(HEAD, parse_responses({"input": "a", "instructions": "b"}).echo)
+def responses_shape(**fields: Any) -> ResponsesShape:
+    body = parse_responses({"input": "a", "instructions": "b", **fields})
+    return ResponsesShape(HEAD, body.echo, TokenNames(cast(TextModel, Letters())), summary=body.summary)
+
+
+class Letters:
+    """A vocabulary in which each token is the byte of its id."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+    def token_text(self, token: int) -> str:
+        return chr(token)
 
 
 ENDS = [Ended(), Ended("length"), Ended("stop", "END"), Ended("stop", None, Delta("rest"))]
@@ -90,11 +105,12 @@ ENDS = [Ended(), Ended("length"), Ended("stop", "END"), Ended("stop", None, Delt
 def test_the_events_of_a_response_come_in_order_and_give_the_whole_answer(seed: int) -> None:
     ended, deltas = ENDS[seed % len(ENDS)], deltas_of(seed)
     machine = ResponsesMachine()
-    for event in streamed(responses_shape(), deltas, ended):
+    asked: dict[str, Any] = {"reasoning": {"summary": "auto"}} if seed % 2 else {}
+    for event in streamed(responses_shape(**asked), deltas, ended):
         _EVENTS.validate_python(event)
         machine.accept(event)
     assert machine.state == "end"
-    body = whole(responses_shape(), deltas, ended)
+    body = whole(responses_shape(**asked), deltas, ended)
     Response.model_validate(body)
     assert {**body, "completed_at": 0} == {**machine.response, "completed_at": 0}
     assert body["status"] == ("incomplete" if ended.finish_reason == "length" else "completed")
@@ -129,6 +145,59 @@ def test_the_members_of_a_response() -> None:
         "total_tokens": 17,
     }
     assert body["store"] is False and body["status"] == "completed" and body["instructions"] == "b"
+
+
+def test_the_reasoning_takes_the_place_of_its_summary() -> None:
+    deltas = [Delta(reasoning="hm"), Delta(reasoning=" so"), Delta("yes")]
+    shape = responses_shape(reasoning={"summary": "detailed"})
+    (item, _) = whole(shape, deltas, Ended())["output"]
+    assert item["summary"] == [{"type": "summary_text", "text": "hm so"}] and item["content"] == []
+    events = streamed(responses_shape(reasoning={"generate_summary": "auto"}), deltas, Ended())
+    kinds = [event["type"].removeprefix("response.reasoning_summary_") for event in events]
+    assert kinds[3:8] == ["part.added", "text.delta", "text.delta", "text.done", "part.done"]
+    assert all(event["summary_index"] == 0 and "content_index" not in event for event in events[3:8])
+
+
+CALLS = [CallDelta(0, "call_1", "f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("deltas", "spelled"),
+    [
+        ([("a", Delta("a")), ("b", Delta("b"))], "ab"),
+        ([("<", Delta()), ("b", Delta("<b")), ("\n", Delta())], "<b"),  # withheld, then shown; the end is no text
+        ([("h", Delta(reasoning="h")), ("/", Delta()), ("\n", Delta()), ("a", Delta("a"))], "a"),
+        ([("a", Delta("a")), ("<", Delta()), (">", Delta(calls=CALLS)), ("b", Delta("b"))], "ab"),
+        ([("a", Delta()), ("<", Delta("a")), (">", Delta(calls=CALLS))], "a"),
+        ([("\xc3", Delta()), ("\xa9", Delta("é")), ("a", Delta("a"))], "\xc3\xa9a"),
+        ([("a", Delta("a")), ("E", Delta()), ("N", Delta())], "aEN"),  # text that the end sets free
+    ],
+)
+def test_logprobs_are_those_of_the_tokens_of_the_text(deltas: list[tuple[str, Delta]], spelled: str) -> None:
+    known = [Logprobs(-float(ord(char)), pack_tokens([ord(char)]), (-1.0,)) for char, _ in deltas]
+    pieces = [Piece(delta.content, ord(char), each, delta) for (char, delta), each in zip(deltas, known, strict=True)]
+    ended = cast(Choice, Ended("stop", None, Delta("EN" if spelled.endswith("EN") else "")))
+    shape = responses_shape(include=["message.output_text.logprobs"])
+    for piece in pieces:
+        shape.keep(ended, piece)
+    body = msgspec.json.decode(encode(shape.whole([ended], USAGE)))
+    Response.model_validate(body)
+    entries = [each for item in body["output"] if item["type"] == "message" for each in item["content"][0]["logprobs"]]
+    assert [entry["token"] for entry in entries] == list(spelled)
+    assert [entry["logprob"] for entry in entries] == [-float(ord(char)) for char in spelled]
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
+    stream = responses_shape(top_logprobs=1)
+    parts = [stream.begin(USAGE), *(stream.chunk(ended, piece, None) for piece in pieces), stream.end(ended, None, {})]
+    machine, seen = ResponsesMachine(), []
+    for event in named_events(b"".join([*parts, stream.usage(USAGE, {})])):
+        _EVENTS.validate_python(event)
+        machine.accept(event)
+        if event["type"] == "response.output_text.delta":
+            seen += event["logprobs"]
+    assert seen == entries and machine.response["top_logprobs"] == 1
+    assert [item["content"] for item in machine.items if item["type"] == "message"] == [
+        item["content"] for item in body["output"] if item["type"] == "message"
+    ]
 
 
 @pytest.mark.parametrize(

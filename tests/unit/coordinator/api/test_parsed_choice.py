@@ -15,6 +15,7 @@ from common.core.errors import StartError
 from common.core.request import FinishReason
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading, ParsedChoice
+from coordinator.api.prompt_report import TokenNames
 from coordinator.api.response_encoder import ChatShape
 from coordinator.api.shape import Head
 from coordinator.text.tokenizer import TextModel
@@ -84,7 +85,7 @@ def test_an_output_that_ends_without_a_token_is_complete(tmp_path: Path) -> None
     list(choice.feed([], [], FinishReason.LENGTH))
     assert choice.message()["content"] == "ok" and choice.finish_reason == "length"
     assert json.loads(choice.calls[0].json()["function"]["arguments"]) == {"x": 1}
-    end = ChatShape(Head("id", 0, "tiny", "print"), body.options, text).end(choice, None, {})
+    end = ChatShape(Head("id", 0, "tiny", "print"), body.options, TokenNames(text)).end(choice, None, {})
     (part,) = json.loads(end.removeprefix(b"data: "))["choices"][0]["delta"]["tool_calls"]
     assert part == {"index": 0, "function": {"arguments": " 1}"}}
 

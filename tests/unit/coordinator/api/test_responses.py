@@ -177,12 +177,27 @@ def test_what_has_no_effect_is_named() -> None:
     assert sorted(body.chat.options.ignored) == [
         "include.reasoning.encrypted_content",
         "max_tool_calls",
-        "reasoning.summary",
         "text.verbosity",
     ]
     shown = echoed(body)
     assert shown["metadata"] == {"a": "b"} and shown["user"] == "u" and shown["text"]["verbosity"] == "low"
-    assert shown["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert shown["reasoning"] == {"effort": "low", "summary": "auto"} and body.summary
+    assert parsed(reasoning={"summary": "concise"}).chat.options.ignored == ("reasoning.summary",)
+    assert parsed(reasoning={"generate_summary": "auto"}).summary and not parsed(reasoning={"effort": "low"}).summary
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({}, None), ({"top_logprobs": 0}, None), ({"top_logprobs": 3}, 3),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 20}, 20),
+    ],
+)  # fmt: skip
+def test_log_probabilities(fields: dict[str, Any], logprobs: int | None) -> None:
+    body = parsed(**fields)
+    assert body.chat.options.sampling.logprobs == logprobs and body.chat.options.ignored == ()
+    assert echoed(body)["top_logprobs"] == (logprobs or 0)
 
 
 @pytest.mark.parametrize(

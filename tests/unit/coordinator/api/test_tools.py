@@ -10,7 +10,7 @@ import pytest
 from common.core.errors import RequestError
 from coordinator.api.fields import Fields, parse_json
 from coordinator.api.openai import parse_chat
-from coordinator.api.tools import parse_tools
+from coordinator.api.tools import parse_functions, parse_tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Get it", "parameters": SCHEMA}}
@@ -150,6 +150,51 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, code: str) 
     assert (error.param, error.code) == (param, code)
 
 
+# -- the deprecated form ----------------------------------------------------------------------------------------------
+
+FUNCTION = {"name": "weather", "description": "Get it", "parameters": SCHEMA}
+
+
+def former(**fields: Any) -> Any:
+    return parse_functions(Fields(fields))
+
+
+def test_functions_are_tools_of_which_one_may_be_called_once() -> None:
+    assert former(tools=TOOLS) is None and former(functions=None, function_call=None) is None
+    prompt, use = former(functions=[FUNCTION, {"name": "clock", "description": None}])
+    assert prompt == list(use.tools) == TOOLS and use.former and not use.parallel and use.choice == "auto"
+    assert use.params == ("functions[0].parameters", "functions[1].parameters")
+    assert former(functions=[FUNCTION], function_call="auto").use.choice == "auto"
+    for none in ({"functions": [FUNCTION], "function_call": "none"}, {"functions": []}, {"function_call": "auto"}):
+        assert former(**none) == (None, None)
+    prompt, use = former(functions=[FUNCTION, CLOCK["function"]], function_call={"name": "clock"})
+    assert prompt == TOOLS and names(use.tools) == ["clock"] and use.choice == "named" and use.former
+    assert not parse_chat({"messages": [{"role": "user", "content": "a"}], "functions": [FUNCTION]}).options.ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"functions": {}}, "functions", "invalid_type"),
+        ({"functions": ["f"]}, "functions[0]", "invalid_type"),
+        ({"functions": [{}]}, "functions[0].name", "missing_required_parameter"),
+        ({"functions": [{"name": "f", "parameters": "x"}]}, "functions[0].parameters", "invalid_type"),
+        ({"functions": [FUNCTION, FUNCTION]}, "functions[1].name", "invalid_value"),
+        ({"functions": [FUNCTION], "function_call": "required"}, "function_call", "invalid_value"),
+        ({"functions": [FUNCTION], "function_call": {}}, "function_call.name", "missing_required_parameter"),
+        ({"functions": [FUNCTION], "function_call": {"name": "f"}}, "function_call.name", "invalid_value"),
+        ({"function_call": {"name": "f"}}, "function_call.name", "invalid_value"),
+        ({"functions": [FUNCTION], "tools": TOOLS}, "tools", "invalid_value"),
+        ({"functions": [FUNCTION], "tool_choice": "auto"}, "tool_choice", "invalid_value"),
+        ({"function_call": "auto", "tools": TOOLS}, "tools", "invalid_value"),
+    ],
+)
+def test_refusals_of_functions_name_the_field(fields: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        former(**fields)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
+
+
 # -- history ----------------------------------------------------------------------------------------------------------
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":  "Oslo"}'}}
@@ -188,9 +233,17 @@ def test_results_may_be_text_parts() -> None:
     assert turn == {"role": "tool", "content": "one\ntwo", "tool_call_id": "call_1"}
 
 
-def test_the_deprecated_form_of_a_call_becomes_the_present_one() -> None:
-    (turn,) = history({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}})
-    assert turn["tool_calls"] == [{"id": "", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+def test_the_deprecated_form_of_a_call_and_its_result_becomes_the_present_one() -> None:
+    asked = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    call, result = history(asked, {"role": "function", "name": "f", "content": "7"})
+    assert call["tool_calls"] == [
+        {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    ]
+    assert result == {"role": "tool", "content": "7", "tool_call_id": "call_f", "name": "f"}
+    assert history({"role": "function", "name": "f", "content": None})[0]["content"] == ""
+    with pytest.raises(RequestError) as caught:
+        history({"role": "function", "content": "7"})
+    assert caught.value.param == "messages[1].name"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

@@ -10,6 +10,7 @@ import pytest
 
 from common.core.errors import RequestError
 from coordinator.api.openai import parse_chat, parse_completion
+from coordinator.api.tools import FORMER
 from coordinator.api.unsupported import _NEEDED, _NEUTRAL, UNSUPPORTED
 
 COORDINATOR = Path(__file__).parents[4] / "coordinator"
@@ -29,6 +30,8 @@ def refusal(parse: Any, fields: dict[str, Any]) -> RequestError:
 @pytest.mark.parametrize("parse", BODIES)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_field_that_cannot_be_obeyed_is_refused(parse: Any, name: str) -> None:
+    if parse is parse_chat and name in FORMER:
+        return
     for value in ("x", 2, [1], {"a": 1}, {}, True):
         error = refusal(parse, {name: value})
         assert (error.status, error.code, error.param) == (400, "unsupported", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,11 @@ from common.core.ids import pack_tokens
 from common.core.request import FinishReason
 from common.net.messages import Abort, Logprobs, Prefill, Reserve, Role
 from coordinator.api.choice import Choice
+from coordinator.api.delta_encoder import encode
+from coordinator.api.logprobs import chat_logprob, completion_logprobs
 from coordinator.api.openai import parse_chat
-from coordinator.api.response_encoder import ChatShape, CompletionShape, chat_logprob, completion_logprobs, encode
+from coordinator.api.prompt_report import TokenNames
+from coordinator.api.response_encoder import ChatShape, CompletionShape
 from coordinator.api.shape import Head, Usage
 from coordinator.http.reply import WholeReply
 from coordinator.text.tokenizer import StopStrings, TextModel
@@ -161,6 +165,37 @@ async def test_chat_logprobs(cluster: FakeCluster) -> None:
     assert [entry["top_logprobs"] for entry in streamed] == [entry["top_logprobs"] for entry in content]
 
 
+async def test_tokens_may_be_named_by_their_ids(cluster: FakeCluster) -> None:
+    fields = {"max_tokens": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    _, body = await cluster.post(CHAT, {**HELLO, **fields, "logprobs": True, "top_logprobs": 2})
+    valid("CreateChatCompletionResponse", body)
+    (choice,) = body["choices"]
+    named = [f"token_id:{token}" for token in choice["token_ids"]]
+    text = cluster.services.model.text
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == named
+    assert [bytes(entry["bytes"]) for entry in content] == list(map(text.token_bytes, choice["token_ids"]))
+    assert all(top["token"].startswith("token_id:") for entry in content for top in entry["top_logprobs"])
+    asked = {"prompt": [40, 41], "echo": True, "logprobs": 1, "prompt_logprobs": 0, **fields}
+    _, body = await cluster.post(TEXT, asked)
+    (choice,) = body["choices"]
+    shown = [f"token_id:{token}" for token in (40, 41, *choice["token_ids"])]
+    assert choice["logprobs"]["tokens"] == shown
+    for name, top in zip(shown[1:], choice["logprobs"]["top_logprobs"][1:], strict=True):
+        assert name in top and all(re.fullmatch(r"token_id:\d+", each) for each in top)
+    assert choice["prompt_logprobs"][1]["41"]["decoded_token"] == text.token_text(41)
+    _, events = await cluster.stream(TEXT, {**asked, "echo": False, "prompt_logprobs": None})
+    assert [event["choices"][0]["logprobs"]["tokens"][0] for event in events[:2]] == shown[2:]
+
+
+async def test_the_server_may_name_tokens_by_their_ids_unless_a_request_says_otherwise(model: Path) -> None:
+    async with open_cluster(model, "colocated", return_tokens_as_token_ids=True) as cluster:
+        asked = {"prompt": [40], "max_tokens": 1, "logprobs": 0}
+        for field, by_id in (({}, True), ({"return_tokens_as_token_ids": False}, False)):
+            _, body = await cluster.post(TEXT, {**asked, **field})
+            assert body["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:") == by_id
+
+
 @pytest.mark.parametrize("shape", [ChatShape, functools.partial(CompletionShape, echoes=[])])
 def test_incremental_logprobs_equal_logprobs_encoded_together(model: Path, shape: Any) -> None:
     """Log-probabilities that were encoded token by token give the same JSON as all of them encoded together."""
@@ -168,16 +203,17 @@ def test_incremental_logprobs_equal_logprobs_encoded_together(model: Path, shape
     body = parse_chat({**HELLO, "logprobs": True, "top_logprobs": 2})
     known = [Logprobs(-(at**2), pack_tokens([at, 7]), (-0.1 * at, -math.inf)) for at in tokens]
     choices = [Choice(at, [1], body.options, text, None) for at in range(2)]
-    made = shape(Head("id", 0, "tiny", "print"), body.options, text)
+    names = TokenNames(text)
+    made = shape(Head("id", 0, "tiny", "print"), body.options, names)
     pieces = list(choices[0].feed(tokens, known, FinishReason.STOP))
     for piece in pieces:
         made.keep(choices[0], piece)
     whole = made.whole(choices, Usage())
     if shape is ChatShape:
-        full = {"content": [chat_logprob(text, *pair) for pair in zip(tokens, known, strict=True)], "refusal": None}
+        full = {"content": [chat_logprob(names, *pair) for pair in zip(tokens, known, strict=True)], "refusal": None}
         none: Any = {"content": [], "refusal": None}
     else:
-        full, none = completion_logprobs(text, pieces, 0), completion_logprobs(text, [], 0)
+        full, none = completion_logprobs(names, pieces, 0), completion_logprobs(names, [], 0)
     assert [encode(choice["logprobs"]) for choice in whole["choices"]] == [encode(full), encode(none)]
 
 
@@ -188,7 +224,7 @@ def test_text_held_back_when_the_end_comes_without_a_token_is_sent_with_the_end(
     ids = text.encode("xab", add_special_tokens=False)
     sent = "".join(piece.text for piece in choice.feed(ids, [], FinishReason.RUNNING))
     assert list(choice.feed([], [], FinishReason.LENGTH)) == []
-    made = shape(Head("id", 0, "tiny", "print"), options, text)
+    made = shape(Head("id", 0, "tiny", "print"), options, TokenNames(text))
     (end,) = json.loads(made.end(choice, None, {}).removeprefix(b"data: "))["choices"]
     assert sent == "x" and (end["delta"]["content"] if shape is ChatShape else end["text"]) == "ab"
     assert end["finish_reason"] == "length" and "".join(choice.text) == "xab"
@@ -197,7 +233,7 @@ def test_text_held_back_when_the_end_comes_without_a_token_is_sent_with_the_end(
 async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
     """With 1,000 tokens, building the body at the end takes little of the total time."""
     text, options = TextModel(model, vocab_size=VOCAB), parse_chat({**HELLO, "logprobs": True}).options
-    shape = ChatShape(Head("id", 0, "tiny", "print"), options, text)
+    shape = ChatShape(Head("id", 0, "tiny", "print"), options, TokenNames(text))
     reply = WholeReply(options, shape, 1, lambda index: Choice(index, [1], options, text, None))
     record: Any = SimpleNamespace(id=b"id", n=1, prompt_length=1, timings={})
     reply.expect([record])
@@ -221,7 +257,7 @@ async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
 async def test_logprobs_of_a_whole_answer_are_bounded(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
 ) -> None:
-    monkeypatch.setattr("coordinator.api.service.MOST_LOGPROB_BYTES", 100_000)
+    monkeypatch.setattr("coordinator.api.sampling.MOST_LOGPROB_BYTES", 100_000)
     _, body = await cluster.post(path, {**asked, "max_tokens": 40})
     assert (body["error"]["param"], body["error"]["code"]) == (param, "invalid_value")
     await cluster.stream(path, {**asked, "max_tokens": 40})

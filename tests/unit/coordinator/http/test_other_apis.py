@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from common.core.ids import unpack_tokens
 from coordinator.http import answer, sse
+from tests.fakes.checkpoint import EOS
 from tests.fakes.worker import FakeWorker
 from tests.unit.coordinator.api.event_machines import MessagesMachine, ResponsesMachine, named_events
 from tests.unit.coordinator.fake_cluster import FakeCluster, letters, open_cluster, prefilled, until
@@ -124,6 +125,39 @@ async def test_responses_with_reasoning(opens: FakeCluster) -> None:
     assert [item["content"] for item in machine.items] == [item["content"] for item in whole["output"]]
 
 
+async def test_responses_with_log_probabilities(plain: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await write(plain, f"Let me look. {CALL}")
+    async with client_of(plain) as client:
+        whole = await client.responses.create(
+            model="tiny", input="hello", tools=[FLAT], include=["message.output_text.logprobs"], top_logprobs=2
+        )
+        part: Any = whole.output[0].content[0]  # type: ignore[union-attr, index]
+        assert bytes(byte for entry in part.logprobs for byte in entry.bytes).decode() == part.text == "Let me look."
+        assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * len("Let me look.")
+        assert whole.top_logprobs == 2
+    body = {**ASKED, "tools": [FLAT], "top_logprobs": 2}
+    machine = await streamed(plain, RESPONSES, body, ResponsesMachine())
+    assert machine.items[0]["content"][0]["logprobs"] == [entry.model_dump() for entry in part.logprobs]
+    monkeypatch.setattr("coordinator.api.sampling.MOST_LOGPROB_BYTES", 100_000)
+    for stream in (False, True):  # the last events of a stream repeat them all
+        _, refused = await plain.post(RESPONSES, {**body, "max_output_tokens": 100, "stream": stream})
+        assert (refused["error"]["param"], refused["error"]["code"]) == ("top_logprobs", "invalid_value")
+
+
+async def test_reasoning_as_its_summary(opens: FakeCluster) -> None:
+    await write(opens, "let me see</think>\n\nForty-two.")
+    async with (
+        client_of(opens) as client,
+        client.responses.stream(model="tiny", input="hello", reasoning={"summary": "auto"}) as events,
+    ):
+        said = [event.delta async for event in events if event.type == "response.reasoning_summary_text.delta"]
+        final = await events.get_final_response()
+    item: Any = final.output[0]
+    assert "".join(said) == item.summary[0].text == "let me see" and not item.content
+    # the item comes back as it came
+    await opens.post(RESPONSES, {"input": [{"role": "user", "content": "hello"}, item.model_dump()]})
+
+
 async def test_a_conversation_comes_back_as_input(plain: FakeCluster) -> None:
     await write(plain, "Fine.")
     call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'}
@@ -187,6 +221,26 @@ async def test_messages_of_text(plain: FakeCluster) -> None:
     _, stopped = await plain.post(MESSAGES, {**SAID, "stop_sequences": ["x", "the"]})
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "the")
     assert stopped["content"][0]["text"] == "Hi "
+
+
+@pytest.mark.parametrize("template", [PLAIN, OPENS])  # plain text, and text that a parser reads
+async def test_a_stop_sequence_that_is_one_control_token_is_named(model: Path, template: str) -> None:
+    async with open_cluster(model, chat_template=template) as cluster:
+        token = cluster.services.model.text.tokenizer.token_to_id("<|end|>")
+        said = letters("</think>Hi" if template == OPENS else "Hi")
+
+        def script(request: Any, choice: int, position: int) -> int:
+            written = said(request, choice, position)
+            return token if written == EOS else written
+
+        for role in ("prefill", "decode"):
+            await cluster.add(role, script=script)
+        body = {**SAID, "stop_sequences": ["never", "<|end|>"]}
+        _, whole = await cluster.post(MESSAGES, body)
+        assert whole["content"] == [{"type": "text", "text": "Hi"}]
+        assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "<|end|>")
+        machine = await streamed(cluster, MESSAGES, body, MessagesMachine())
+        assert (machine.message["stop_reason"], machine.message["stop_sequence"]) == ("stop_sequence", "<|end|>")
 
 
 async def test_more_tokens_than_fit_mean_what_fits(plain: FakeCluster) -> None:

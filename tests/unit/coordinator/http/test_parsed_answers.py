@@ -172,6 +172,27 @@ async def test_without_tools_markers_are_text(tools: FakeCluster, asked: dict[st
     assert [delta["content"] for delta in deltas] == [*CALL, ""]
 
 
+@pytest.mark.parametrize(("choice", "reason"), [("auto", "function_call"), ({"name": "weather"}, "stop")])
+async def test_functions_are_answered_in_their_deprecated_form(tools: FakeCluster, choice: Any, reason: str) -> None:
+    talker = await talk(tools, CALL + OTHER)
+    asked = {**HELLO, "functions": [WEATHER["function"]], "function_call": choice}
+    whole, _ = await talker.whole(asked)
+    assert whole["finish_reason"] == reason
+    assert whole["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+    }
+    _, deltas = await talker.streamed(asked)
+    parts = [delta["function_call"] for delta in deltas if "function_call" in delta]
+    assert parts[0]["name"] == "weather" and not any("name" in part for part in parts[1:])
+    assert "".join(part["arguments"] for part in parts) == '{"city": "Oslo"}'
+    assert not any("tool_calls" in delta for delta in deltas)
+    _, events = await tools.stream(CHAT, asked)
+    assert events[-1]["choices"][0]["finish_reason"] == reason
+
+
 async def test_stop_strings_are_found_in_the_content_alone(tools: FakeCluster) -> None:
     talker = await talk(tools, f"So: {CALL} and Oslo is cold")
     asked = {**ASKED, "stop": ["Oslo", "weather"]}

@@ -11,7 +11,7 @@ import pytest
 
 from common.core.request import Request
 from common.net.messages import Generate, Prefill, PromptLogprobs, ResendPrompt, Reserve, Role, Tokens
-from coordinator.api import service
+from coordinator.api import sampling
 from tests.fakes.oracle import oracle_prompt
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until, valid
 
@@ -166,7 +166,7 @@ async def test_prompts_with_log_probabilities_are_not_routed_by_what_is_cached(c
 async def test_answers_with_too_many_log_probabilities_are_refused(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, fields: Fields, param: str
 ) -> None:
-    monkeypatch.setattr(service, "MOST_LOGPROB_BYTES", 60_000)
+    monkeypatch.setattr(sampling, "MOST_LOGPROB_BYTES", 60_000)
     small = {"prompt": PROMPT, "max_tokens": 1}
     response, body = await cluster.post(TEXT, {**small, **fields})
     assert response.status == 400 and body["error"]["param"] == param, body

@@ -6,6 +6,11 @@ import json
 
 import pytest
 
+from common.core.request import FinishReason
+from coordinator.api.choice import Choice
+from coordinator.api.openai import parse_chat
+from coordinator.api.parsed_choice import OutputReading, ParsedChoice
+from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 from coordinator.text.tokenizer import TextModel, _WindowDetokenizer
 from tests.tiny_tokenizers import CORPUS, KINDS, checkpoint_files
 
@@ -49,6 +54,28 @@ def test_a_first_space_is_kept_after_a_prompt_and_dropped_at_a_beginning(text: T
 
 
 def test_a_stop_string_that_is_a_control_token_is_its_id(text: TextModel) -> None:
-    token = text.control_token("</s>")
-    assert token is not None and text.is_special(token) and text.token_text(token) == "</s>"
-    assert text.control_token("</s> ") is text.control_token("the") is text.control_token("") is None
+    found = text.control_tokens(["</s>", "</s> ", "the", ""])
+    ((token, stop),) = found.items()
+    assert stop == text.token_text(token) == "</s>" and text.is_special(token)
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+def test_an_output_that_continues_a_message_keeps_its_first_space(text: TextModel, parsed: bool) -> None:
+    """As it does for completions; one that begins a message does not begin with a space."""
+    if not isinstance(text.detokenizer(), _WindowDetokenizer):
+        pytest.skip("a byte-level tokenizer has its spaces in the tokens' bytes")
+    prompt = text.encode("the sender", add_special_tokens=False)
+    ids = text.encode("the sender of the receiver", add_special_tokens=False)[len(prompt) :]
+    options = parse_chat({"messages": [{"role": "user", "content": "x"}]}).options
+    reading = OutputReading(OutputFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), None, False, True)
+    shown = {}
+    for continues in (False, True):
+        if parsed:
+            choice: Choice = ParsedChoice(0, prompt, options, text, None, reading, continues=continues)
+        else:
+            choice = Choice(0, prompt, options, text, None, continues=continues)
+        list(choice.feed(ids, [], FinishReason.LENGTH))
+        shown[continues] = "".join(choice.text)
+    whole = text.decode([*prompt, *ids])
+    assert text.decode(prompt) + shown[True] == whole and shown[True].startswith(" ")
+    assert shown[False] == shown[True].removeprefix(" ")
