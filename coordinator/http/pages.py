@@ -15,6 +15,7 @@ from common.core.errors import RequestError
 from common.core.gpu import GpuState
 from common.core.request import MAX_TOKENS
 from common.net.messages import Drain
+from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import Fields, JsonBudget, refuse
 from coordinator.api.openai import token_ids
 from coordinator.api.service import ServedModel, product_version
@@ -77,13 +78,20 @@ def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
 @routes.get("/openapi.json")
 async def openapi(request: web.Request) -> web.StreamResponse:
     """Describe all endpoints in OpenAPI 3.1."""
-    response = web.Response(body=_openapi(), content_type="application/json")
+    response = web.Response(body=_openapi(request.app[SERVICES].model.name), content_type="application/json")
     return await deliver_whole(request, response)
 
 
-@functools.cache
-def _openapi() -> bytes:
-    return (Path(__file__).parent / "openapi.json").read_bytes()
+@functools.lru_cache(maxsize=4)
+def _openapi(model: str) -> bytes:
+    """Return the description, in which the only value of the field ``model`` is ``model``."""
+    described = msgspec.json.decode((Path(__file__).parent / "openapi.json").read_bytes())
+    for methods in described["paths"].values():
+        for operation in methods.values():
+            schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            if (field := schema.get("properties", {}).get("model")) is not None:
+                field["enum"] = [model] if field["type"] == "string" else [model, None]
+    return encode(described)
 
 
 @routes.get("/docs")
@@ -94,7 +102,7 @@ async def docs(request: web.Request) -> web.StreamResponse:
 
 @functools.cache
 def _docs_page() -> str:
-    described = msgspec.json.decode(_openapi())
+    described = msgspec.json.decode(_openapi(""))
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem API</title>',
         "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto}td{padding:2px 12px 2px 0;"

@@ -15,6 +15,8 @@ FIELD_HELP = {
     "documents": "Texts to answer from, for chat templates that know them.",
     "echo": "Put the prompt before the output; with `logprobs` also its log-probabilities.",
     "frequency_penalty": "Penalty per earlier occurrence of a token in the output.",
+    "function_call": "Older form of `tool_choice`: `auto`, `none`, or an object with a function's name.",
+    "functions": "Older form of `tools`. An answer then has at most one call, as `function_call`.",
     "guided_choice": "Older name of `structured_outputs.choice`.",
     "guided_grammar": "Older name of `structured_outputs.grammar`.",
     "guided_json": "Older name of `structured_outputs.json`.",
@@ -46,6 +48,8 @@ FIELD_HELP = {
     "`structural_tag`. JSON schemas are obeyed or refused, never ignored.",
     "return_metrics": "Add `tandem` to the answer: milliseconds in each stage.",
     "return_token_ids": "Add the token ids of prompt and output.",
+    "return_tokens_as_token_ids": "Name tokens in log-probabilities `token_id:ID`, not by their text. Default: as the "
+    "server is configured.",
     "seed": "Seed of the sampler: the same seed and prompt give the same tokens, also after a hand-off or a retry.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "stop": "A string or up to 16 strings that end the output.",
@@ -88,7 +92,7 @@ TEXT_HELP = FIELD_HELP | {
 
 RESPONSES_HELP = {
     "chat_template_kwargs": "Variables for the chat template.",
-    "include": "No value has an effect; `message.output_text.logprobs` is refused.",
+    "include": "`message.output_text.logprobs` adds log-probabilities; no other value has an effect.",
     "input": "A string, or items: message, function_call, function_call_output, reasoning; text content only.",
     "instructions": "A system message before the input.",
     "max_output_tokens": "Longest output in tokens. Default: what fits.",
@@ -98,8 +102,11 @@ RESPONSES_HELP = {
     "parallel_tool_calls": "Whether an answer may have several function calls. Default: true.",
     "prompt_cache_key": "Accepted; has no effect: prompts share what they begin with.",
     "prompt_cache_retention": "Accepted; has no effect.",
-    "reasoning": "`effort` is passed to the chat template; other members have no effect.",
+    "reasoning": "`effort` is passed to the chat template; `summary` chooses how reasoning is returned.",
     "reasoning.effort": "As `reasoning_effort` of chat completions.",
+    "reasoning.generate_summary": "Older name of `reasoning.summary`.",
+    "reasoning.summary": "`auto`, `concise` or `detailed`: the whole reasoning is returned as `summary_text`, since no "
+    "summary is written. Without it: as `reasoning_text`.",
     "safety_identifier": "Accepted; has no effect.",
     "service_tier": "Accepted; has no effect.",
     "stop": "A string or up to 16 strings that end the output.",
@@ -111,7 +118,7 @@ RESPONSES_HELP = {
     "text.format": "As `response_format` of chat completions, with the members of `json_schema` beside `type`.",
     "tool_choice": "`auto`, `none`, `required`, a function by name, or `allowed_tools`.",
     "tools": "Functions that the answer may call. Built-in tools are refused by name.",
-    "top_logprobs": "Only 0.",
+    "top_logprobs": "Log-probabilities of the text's tokens, with so many alternatives (0 to 20) each.",
     "truncation": "Only `disabled`.",
     "user": "Accepted; has no effect.",
 }

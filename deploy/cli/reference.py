@@ -39,7 +39,7 @@ from coordinator.http import responses as responses_routes
 from coordinator.metrics import Metrics
 from deploy.cli.commands import COMMANDS, CONFIG_HELP, CONFIGS
 from deploy.cli.field_help import FIELD_HELP, MESSAGES_HELP, RESPONSES_HELP, TEXT_HELP
-from deploy.cli.openapi import openapi
+from deploy.cli.openapi import Body, openapi
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -230,30 +230,27 @@ def _routes() -> list[tuple[web.RouteDef, str]]:
 
 def openapi_text() -> str:
     """The OpenAPI description that the server sends, as JSON."""
-    chat = request_fields(openai.parse_chat), ("messages",)
-    responses_body, messages_body = (
-        (responses_fields(), ("input",)),
-        (messages_fields(), ("model", "messages", "max_tokens")),
-    )
+    responses_body = Body(responses_fields(), ("input",), FIELD_HELP | RESPONSES_HELP)
+    messages_body = Body(messages_fields(), ("model", "messages", "max_tokens"), FIELD_HELP | MESSAGES_HELP)
     to_tokens = {
         **dict.fromkeys(("prompt", "model", "reasoning_effort"), "string"),
         **dict.fromkeys(("messages", "tools", "documents"), "array"),
         **dict.fromkeys(("add_special_tokens", "return_token_strs", "add_generation_prompt"), "boolean"),
     }
-    bodies: dict[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
-        "/v1/chat/completions": chat,
-        "/v1/completions": (request_fields(openai.parse_completion), ("prompt",)),
+    bodies = {
+        "/v1/chat/completions": Body(request_fields(openai.parse_chat), ("messages",), FIELD_HELP),
+        "/v1/completions": Body(request_fields(openai.parse_completion), ("prompt",), TEXT_HELP),
         "/v1/responses": responses_body,
         "/v1/responses/input_tokens": responses_body,
         "/v1/messages": messages_body,
-        "/v1/messages/count_tokens": (messages_body[0], ("model", "messages")),
-        "/admin/drain": ({"worker": "string", "timeout": "number"}, ("worker",)),
-        "/admin/scale": ({"prefill": "integer", "decode": "integer"}, ()),
+        "/v1/messages/count_tokens": messages_body._replace(required=("model", "messages")),
+        "/admin/drain": Body({"worker": "string", "timeout": "number"}, ("worker",)),
+        "/admin/scale": Body({"prefill": "integer", "decode": "integer"}),
     }
     for prefix in ("", "/v1"):
-        bodies[f"{prefix}/tokenize"] = to_tokens, ()
-        bodies[f"{prefix}/detokenize"] = {"tokens": "array", "model": "string"}, ("tokens",)
-    written = openapi(_routes(), bodies, FIELD_HELP)
+        bodies[f"{prefix}/tokenize"] = Body(to_tokens, (), FIELD_HELP)
+        bodies[f"{prefix}/detokenize"] = Body({"tokens": "array", "model": "string"}, ("tokens",), FIELD_HELP)
+    written = openapi(_routes(), bodies)
     return json.dumps(written, indent=1) + "\n"
 
 
