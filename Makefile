@@ -12,6 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # A quiet pip that still shows errors. It compiles nothing: modules are compiled when they are first imported, and most of
 # torch's and transformers' never are.
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install --no-compile
+# uv installs in seconds what takes pip a minute. It reads no settings of pip's, so the indexes are passed on; whatever it
+# cannot install is left to pip, which also says why.
+PIPS_INDEXES = $(BIN)/python -m pip --disable-pip-version-check config list | sed -nE "s/^[a-z:]+\.index-url=/export UV_DEFAULT_INDEX=/p; \
+    s/^[a-z:]+\.extra-index-url=/export UV_INDEX=/p; s/^[a-z:]+\.find-links=/export UV_FIND_LINKS=/p"
+install = { eval "$$($(PIPS_INDEXES))" && \
+    UV_INDEX_STRATEGY=unsafe-best-match $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) 2>/dev/null || $(PIP) $(1); }
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -124,30 +130,34 @@ $(BIN)/python:
 	    echo "$$bare cannot make a virtual environment; Debian and Ubuntu: apt install python$$version-venv" >&2; exit 1; fi; \
 	echo "making $(VENV) with $$($$found --version)"; $$found -m venv $(VENV)
 
-# What extras ask for, without the project itself, whose kernels would be compiled again.
-extra = $(PIP) -c constraints.txt $$($(BIN)/python -c 'import sys, tomllib; \
-    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-    print(*(each for name in sys.argv[1:] for each in extras[name] if not each.startswith("tandem[")))' $(1))
+# What the project and some of its extras need, without the project itself, whose kernels would be compiled again.
+needs = $(call install,-c constraints.txt $$($(BIN)/python -c 'import sys, tomllib; \
+    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    wanted = project["dependencies"] + [each for name in sys.argv[1:] for each in project["optional-dependencies"][name]]; \
+    print(*(each for each in wanted if not each.startswith("tandem[")))' $(1)))
 
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again. PyPI's is built for
 # CUDA; where no NVIDIA driver is loaded, PyTorch's index has one for CPUs, a tenth as large. Triton is pinned to the version
 # that the former requires.
 CPU_TORCH = $(PIP) --no-deps --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/kernels/cpu/*.c common/kernels/cpu/*.h common/kv/*.c)
-	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
-	@ls /proc/driver/nvidia/version /dev/dxg >/dev/null 2>&1 || \
+	@echo "installing the pinned dependencies (once; a minute or more, of which the C kernels take most)"
+	@$(PIP) uv -c constraints.txt || true
+	@$(call install,--no-deps -e .) & compiling=$$!; set -e; trap wait EXIT; \
+	 ls /proc/driver/nvidia/version /dev/dxg >/dev/null 2>&1 || \
 	    $(CPU_TORCH) "$$(grep -i '^torch==' constraints.txt)+cpu" 2>/dev/null || \
-	    echo "no CPU build of torch was found: installing the one for CUDA, several gigabytes"
-	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
-	@$(PIP) -e . -c constraints.txt
+	    echo "no CPU build of torch was found: installing the one for CUDA, several gigabytes"; \
+	 $(call install,"$$(grep -i '^torch==' constraints.txt)" -c constraints.txt); \
+	 $(call needs,); \
+	 $(BIN)/python -c 'import coordinator.app, common.engine.runner'; : compiled now, not at the first start; \
+	 wait $$compiling
 	@ls common/kernels/cpu/*.so >/dev/null 2>&1 || \
 	    echo "no C compiler: Tandem works, but decodes more slowly (Debian: apt install gcc libc6-dev, then make clean install)"
-	@$(BIN)/python -c 'import coordinator.app, common.engine.runner' # compiled now, not at the first start
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	@echo "installing the plotting tools"
-	@$(call extra,bench)
+	@$(call needs,bench)
 	@touch $@
 
 .cache/guidellm/bin/guidellm: $(BIN)/python
@@ -189,6 +199,6 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 # depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(call extra,test bench docs)
+	@$(call needs,test bench docs)
 	@$(PIP) --no-deps nixl nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@
