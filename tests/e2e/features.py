@@ -20,7 +20,7 @@ TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "2P2D": ("--prefill", "2", "--decode", "2"),
 }
 """Flags of ``tandem up`` by topology."""
-WHOLE_ONLY = frozenset({"colocated"})
+WHOLE_ONLY = frozenset({"colocated", "2P2D"})
 """Topologies that only ``make test-all`` starts."""
 
 KV_BLOCKS, MODEL_LEN, PREFILL_CHUNK = 66, 768, 128

@@ -44,7 +44,12 @@ def baseline() -> EvaluationReport:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "flags", [(), ("--colocated", "1"), ("--dtype", "float32")], ids=["1P1D", "colocated", "1P1D in float32"]
+    "flags",
+    [
+        pytest.param((), id="1P1D"),
+        pytest.param(("--colocated", "1"), id="colocated", marks=pytest.mark.whole),
+        pytest.param(("--dtype", "float32"), id="1P1D in float32", marks=pytest.mark.whole),
+    ],
 )
 def test_the_figures_are_the_same_whatever_serves_it(
     flags: tuple[str, ...], figures: Figures, baseline: EvaluationReport
@@ -54,6 +59,7 @@ def test_the_figures_are_the_same_whatever_serves_it(
     assert abs(report.total.share - baseline.total.share) <= 0.01
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(300)
 def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: EvaluationReport, tmp_path: Path) -> None:
     """Noise with the weights' own standard deviation in one projection of one layer lowers the results."""

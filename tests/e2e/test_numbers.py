@@ -16,7 +16,9 @@ from tests.reference import BFLOAT16, Reference
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("flags", [COLOCATED, ONE_ONE], ids=["colocated", "1P1D"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(COLOCATED, id="colocated", marks=pytest.mark.whole), pytest.param(ONE_ONE, id="1P1D")]
+)
 @pytest.mark.parametrize("kind", ["phi3-longrope", "llama-dynamic"])
 async def test_a_long_neighbour_changes_nothing(
     kind: str,

@@ -26,7 +26,10 @@ TOPOLOGIES = {"colocated": COLOCATED, "1P1D": ONE_ONE, "2P2D": TWO_TWO}
 Fields = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.whole if name == "2P2D" else ()) for name in TOPOLOGIES],
+)
 def system(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningSystem]:

@@ -46,6 +46,7 @@ class Setup:
 
 FAMILIES = ("llama", "llama-untied", "qwen3", "mistral", "gemma2", "gemma3", "qwen3-moe", "phi3")
 ALSO = ("gpt2", "gpt-oss", "deepseek-v3", "mixtral")
+LIKE_OTHERS = ("llama-untied", "mistral", "mixtral")
 LINKS = ("shm", "zmq")
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
 IN_TURN = (COLOCATED, ONE_ONE, TWO_TWO)
@@ -53,7 +54,8 @@ IN_TURN = (COLOCATED, ONE_ONE, TWO_TWO)
 
 def setups() -> Iterator[Any]:
     """Yield every family in every topology; where 1P1D uses one link for a family, 2P2D uses the other one. The sample
-    keeps the first family in every topology and each other one in one; the optional link runs with one family."""
+    keeps the first family in every topology and each other one in one, without those whose layers another one has; the
+    optional link runs with one family."""
     for index, kind in enumerate((*FAMILIES, *ALSO)):
         link, other = LINKS[index % 2], LINKS[1 - index % 2]
         rows = [Setup(kind, ONE_ONE, "disagg", link)]
@@ -61,6 +63,7 @@ def setups() -> Iterator[Any]:
             rows += [Setup(kind, COLOCATED, "colocated"), Setup(kind, TWO_TWO, "disagg", other)]
         for row in rows:
             sampled = index == 0 or len(rows) == 1 or row.flags == IN_TURN[index % 3]
+            sampled = sampled and kind not in LIKE_OTHERS
             yield pytest.param(row, marks=() if sampled else pytest.mark.whole)
     yield pytest.param(Setup("llama", ONE_ONE, "disagg", "nixl"), marks=NEEDS_NIXL)
 

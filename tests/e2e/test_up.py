@@ -219,7 +219,7 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start_quickly:
         client.result()
 
 
-@pytest.mark.parametrize("words", ["--threads 1", "--colocated 1 --threads 2"])
+@pytest.mark.parametrize("words", [pytest.param("--threads 1", marks=pytest.mark.whole), "--colocated 1 --threads 2"])
 def test_idle_processes_use_no_cpu(words: str, start_quickly: Callable[..., Up]) -> None:
     """After a prompt and an answer all processes together are nearly idle: none polls, and no thread spins for long."""
     up = start_quickly(*words.split())
