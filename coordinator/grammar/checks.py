@@ -13,7 +13,7 @@ from coordinator.grammar import lark
 from coordinator.grammar.build import build
 from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED, GrammarError, refuse
 from coordinator.grammar.expressions import parsed
-from coordinator.grammar.json_schema import patterns
+from coordinator.grammar.json_schema import path_of, patterns
 from coordinator.grammar.task import Answer, Task, Verdict
 
 _POSITION = re.compile(r"^at \d+\(\d+\): ")
@@ -79,21 +79,7 @@ def _culprit(schema: object, message: str, tokenizer: LLTokenizer) -> str:
                 return path
     for part, keyword in _KEYWORDS:
         if part in message:
-            return _path_of(schema, keyword)
-    return ""
-
-
-def _path_of(schema: object, keyword: str) -> str:
-    """Return the path of the first ``keyword`` in ``schema``, "" if there is none."""
-    left: list[tuple[str, object]] = [("", schema)]
-    while left:
-        path, each = left.pop(0)
-        if isinstance(each, dict):
-            if keyword in each:
-                return f"{path}.{keyword}"
-            left += [(f"{path}.{name}", value) for name, value in each.items()]
-        elif isinstance(each, list):
-            left += [(f"{path}[{at}]", value) for at, value in enumerate(each)]
+            return path_of(schema, keyword)
     return ""
 
 

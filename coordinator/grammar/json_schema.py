@@ -316,3 +316,17 @@ def patterns(schema: object, path: str = "") -> list[tuple[str, str]]:
         elif isinstance(each, list):
             left += [(join(at, index), value) for index, value in enumerate(each)]
     return found
+
+
+def path_of(schema: object, keyword: str) -> str:
+    """Return the path of the first ``keyword`` in ``schema``, "" if there is none."""
+    left: list[tuple[str, object]] = [("", schema)]
+    while left:
+        path, each = left.pop(0)
+        if isinstance(each, dict):
+            if keyword in each:
+                return f"{path}.{keyword}"
+            left += [(f"{path}.{name}", value) for name, value in each.items()]
+        elif isinstance(each, list):
+            left += [(f"{path}[{at}]", value) for at, value in enumerate(each)]
+    return ""

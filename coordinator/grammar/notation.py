@@ -1,149 +1,223 @@
 """Grammars of arguments that are no JSON: Python literals, and values whose strings stand between markers.
 
-Types, enumerations, and which properties there are and must be, are obeyed, in the order of the schema. What only a
-value's JSON text could show (lengths, ranges, patterns, formats) is not.
+They obey what JSON schemas say, in the order of the schema's properties. Numbers with bounds, and strings in double
+quotes that have a pattern or format, are JSON there as well, so llguidance's own grammars of them serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.grammar import lark
-from coordinator.grammar.expressions import WHITESPACE
+from llguidance import LLMatcher
+
+from coordinator.grammar import lark, texts
+from coordinator.grammar.cases import Case, Document, Members, Schema
+from coordinator.grammar.expressions import json_value
 from coordinator.grammar.structural_tag import markers
 
-Schema = Mapping[str, object]
-_DEPTH = 8
-"""Levels of a schema that are followed; deeper values may be anything."""
 _INTEGER = "/-?(0|[1-9][0-9]*)/"
 _NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
-_ESCAPE = r"""\\(["'\\\/nrt]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})"""
-_PYTHON_STRING = rf"""/"([^"\\\n]|{_ESCAPE})*"|'([^'\\\n]|{_ESCAPE})*'/"""
+_ESCAPE = r"""\\(["'\\\/nrt]|x[0-9a-fA-F]{2}|u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"""
+_DOUBLE, _SINGLE = rf'([^"\\\n]|{_ESCAPE})', rf"([^'\\\n]|{_ESCAPE})"
+_ALL_KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_UNQUOTED_KEY = r"""/[^\s,:=()\[\]{}"'<>;]+/"""
 
 
 class Values:
-    """Rules for values of one tool's parameters. ``python``: Python's names of constants and its strings; otherwise
-    JSON's constants, and strings that begin and end with the marker ``quote``."""
+    """Rules for values of one tool's parameters. ``space``: expression for white space that may be left out.
+    ``quote`` "": Python's names of constants and its strings; otherwise JSON's constants, and strings that begin and
+    end with that marker. Where something cannot be expressed, all methods raise Inexpressible."""
 
-    def __init__(self, grammar: lark.Grammar, vocabulary: lark.Vocabulary, root: Schema, quote: str = "") -> None:
-        self._grammar, self._vocabulary, self._root, self._quote = grammar, vocabulary, root, quote
-        self._space = grammar.rule("SPACE", lark.regex(WHITESPACE))
+    def __init__(
+        self, grammar: lark.Grammar, vocabulary: lark.Vocabulary, document: Document, space: str, quote: str = ""
+    ) -> None:
+        self._grammar, self._vocabulary, self._document = grammar, vocabulary, document
+        self._space, self._quote = space, quote
         python: dict[bool | None, str] = {True: "True", False: "False", None: "None"}
         self._words = {value: word.lower() for value, word in python.items()} if quote else python
         if quote:
             self._words[None] = "null"
-        self._string_rule = self._any_rule = ""
+        self._rules: dict[str, str] = {}
+        self._references: dict[str, str] = {}
+        self._any_rule = ""
 
-    def fields(self, schema: Schema, equals: str) -> str:
-        """Return the expression for the properties of ``schema`` as ``key``, ``equals`` and value, joined by commas.
-        Properties that the schema does not name are left out."""
-        properties, required = schema.get("properties"), schema.get("required")
-        named = properties if isinstance(properties, Mapping) else {}
-        needed = required if isinstance(required, list) else []
-        items = [(f"{self._key(name, equals)} {self.value(inner, 1)}", name in needed) for name, inner in named.items()]
-        return self._joined(items)
+    def fields(self, equals: str) -> str:
+        """Return the expression for the parameters as ``key``, ``equals`` and value, joined by commas."""
+        found = [case.schema for case in self._document.cases(self._document.root) if case.kind == "object"]
+        key = _UNQUOTED_KEY if self._quote else "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+        options = [
+            self._members(self._document.members(each), lark.literal, lambda terms: [key, *terms], equals)
+            for each in found or [{}]
+        ]
+        return self._either(options)
 
-    def _joined(self, items: Sequence[tuple[str, bool]]) -> str:
-        """Return the expression for ``items`` (expression, whether it must be there) in their order, with commas."""
-        comma = f'"," {self._space}?'
-        after = alone = '""'  # what may follow an item, and the same if none was there yet
-        for item, needed in reversed(items):
-            name = self._grammar.rule("item", item)
-            later, first = f"{comma} {name} {after}", f"{name} {after}"
-            after, alone = (
-                self._grammar.rule("after", later if needed else f"{later} | {after}"),
-                self._grammar.rule("alone", first if needed else f"{first} | {alone}"),
-            )
-        return alone
-
-    def _key(self, name: str, equals: str) -> str:
-        return f"{lark.literal(name)} {self._space}? {lark.literal(equals)} {self._space}?"
-
-    def value(self, schema: object, depth: int) -> str:
+    def value(self, schema: object) -> str:
         """Return the expression for a value of ``schema``."""
-        schema = self._resolved(schema)
-        if not isinstance(schema, Mapping) or depth > _DEPTH:
+        if isinstance(schema, dict) and schema.keys() == {"$ref"}:
+            reference = str(schema["$ref"])
+            if reference not in self._references:
+                self._references[reference] = rule = self._grammar.reserve("ref")
+                self._grammar.define(rule, self._cases(self._document.target(reference)))
+            return self._references[reference]
+        return self._cases(schema)
+
+    def _cases(self, schema: object) -> str:
+        cases = self._document.cases(schema)
+        if not cases:
+            raise texts.Inexpressible("type")
+        if {case.kind for case in cases if case.free} >= _ALL_KINDS:
             return self._any()
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            given = [schema["const"]] if "const" in schema else schema["enum"]
-            assert isinstance(given, list)
-            return self._either([self._constant(each) for each in given])
-        for keyword in ("anyOf", "oneOf"):
-            if isinstance(options := schema.get(keyword), list):
-                return self._either([self.value(each, depth + 1) for each in options])
-        kinds = schema.get("type", "object" if "properties" in schema else None)
-        if isinstance(kinds, list):
-            return self._either([self._typed(schema, each, depth) for each in kinds])
-        return self._typed(schema, kinds, depth)
+        return self._either([self._case(each) for each in cases])
 
-    def _either(self, options: Sequence[str]) -> str:
-        return self._grammar.rule("either", " | ".join(options)) if options else self._any()
-
-    def _typed(self, schema: Schema, kind: object, depth: int) -> str:
-        match kind:
+    def _case(self, case: Case) -> str:
+        match case.kind:
+            case "constants":
+                return self._either([self._constant(each) for each in case.constants])
             case "string":
-                return self._string()
-            case "integer":
-                return _INTEGER
-            case "number":
-                return _NUMBER
+                return self._string(case.schema)
+            case "integer" | "number":
+                return self._number(case)
             case "boolean":
                 return f'("{self._words[True]}" | "{self._words[False]}")'
             case "null":
                 return f'"{self._words[None]}"'
             case "array":
-                return self._array(self.value(schema.get("items"), depth + 1))
-            case "object" if schema.get("properties"):
-                return self._braces(self._properties(schema, depth))
-            case "object":
-                return self._object()
-        return self._any()
+                return self._array(case.schema)
+        return self._object(case.schema)
 
-    def _properties(self, schema: Schema, depth: int) -> str:
-        named, required = schema["properties"], schema.get("required")
-        assert isinstance(named, Mapping)
-        needed = required if isinstance(required, list) else []
-        colon = f'{self._space}? ":" {self._space}?'
-        items = [
-            (f"{self._constant_key(name)} {colon} {self.value(inner, depth + 1)}", name in needed)
-            for name, inner in named.items()
+    def _either(self, options: Sequence[str]) -> str:
+        distinct = list(dict.fromkeys(options))
+        return distinct[0] if len(distinct) == 1 else self._rule("either", " | ".join(distinct))
+
+    def _rule(self, name: str, body: str, options: str = "") -> str:
+        """Return the name of a rule with ``body``, the same one for the same body."""
+        if body not in self._rules:
+            self._rules[body] = self._grammar.rule(name, body, options)
+        return self._rules[body]
+
+    # -- sequences --------------------------------------------------------------------------------------------------
+
+    @property
+    def _comma(self) -> str:
+        return f'{self._space} "," {self._space}'
+
+    def _repeated(self, item: str, low: int, high: int | None) -> str:
+        """Return the expression for ``low`` to ``high`` items with commas."""
+        if high == 0:
+            return '""'
+        more = "" if high == 1 else f"({self._comma} {item}){texts.times(max(0, low - 1), high and high - 1)}"
+        return f"{item} {more}" if low else f"({item} {more})?"
+
+    def _joined(self, items: Sequence[tuple[str, bool]], other: str, low: int, high: int | None) -> str:
+        """Return the expression for ``items`` (expression, whether it must be there) in their order, with commas, and
+        then ``low`` to ``high`` times ``other``, "" for none."""
+        after = alone = '""'  # what may follow an item, and the same if none was there yet
+        if other:
+            alone = self._repeated(other, low, high)
+            after = f"({self._comma} {other}){texts.times(low, high)}" if high != 0 else '""'
+        for item, needed in reversed(items):
+            name = self._rule("item", item)
+            later, first = f"{self._comma} {name} {after}", f"{name} {after}"
+            after, alone = (
+                self._rule("after", later if needed else f"{later} | {after}"),
+                self._rule("alone", first if needed else f"{first} | {alone}"),
+            )
+        return alone
+
+    def _members(
+        self, members: Members, key: Callable[[str], str], other_key: Callable[[list[str]], list[str]], equals: str
+    ) -> str:
+        """Return the expression for the members of an object. ``key``: the expression of a named key; ``other_key``:
+        terms of a key from those that it must match."""
+        is_ = f"{self._space} {lark.literal(equals)} {self._space}"
+        items = [(f"{key(name)} {is_} {self.value(each)}", needed) for name, each, needed in members.named]
+        others = [
+            f"{self._rule('KEY', texts.joined(other_key(terms)))} {is_} {self.value(each)}"
+            for terms, each in members.others
         ]
-        return self._joined(items)
+        return self._joined(items, self._rule("other", " | ".join(others)) if others else "", *members.bounds)
 
-    def _constant_key(self, name: str) -> str:
-        return lark.literal(name) if self._quote else self._constant(name)
+    def _array(self, schema: Schema) -> str:
+        low, high = texts.bounds(schema, "minItems", "maxItems")
+        given = schema.get("prefixItems")
+        first = given if isinstance(given, list) else []
+        rest = schema.get("items", True)
+        if rest is False:
+            high = len(first) if high is None else min(high, len(first))
+        beyond = (max(0, low - len(first)), None if high is None else max(0, high - len(first)))
+        item = "" if rest is False or (high is not None and high <= len(first)) else self.value(rest)
+        if not first:
+            inside = self._repeated(item, *beyond) if item else '""'
+        else:
+            first = first if high is None else first[:high]
+            inside = f"({self._comma} {item}){texts.times(*beyond)}" if item else '""'
+            for at in range(len(first) - 1, -1, -1):
+                inside = f"{self._comma if at else ''} {self.value(first[at])} {inside}"
+                inside = self._rule("items", inside if at < low else f'{inside} | ""')
+        return self._rule("list", f'"[" {self._space} {inside} {self._space} "]"')
 
-    def _array(self, item: str) -> str:
-        space = self._space
-        return self._grammar.rule("list", f'"[" {space}? ({item} ({space}? "," {space}? {item})*)? {space}? "]"')
-
-    def _braces(self, inside: str) -> str:
-        return self._grammar.rule("braces", f'"{{" {self._space}? {inside} {self._space}? "}}"')
-
-    def _object(self) -> str:
-        space, key = self._space, "/[^\\s,:{}\\[\\]\"']+/" if self._quote else self._string()
-        item = self._grammar.rule("member", f'{key} {space}? ":" {space}? {self._any()}')
-        return self._braces(f'({item} ({space}? "," {space}? {item})*)?')
+    def _object(self, schema: Schema) -> str:
+        members = self._document.members(schema)
+        if self._quote:
+            inside = self._members(members, lark.literal, lambda terms: [_UNQUOTED_KEY, *terms], ":")
+        else:
+            inside = self._members(members, self._constant, lambda terms: [_quoted_key(terms)], ":")
+        return self._rule("braces", f'"{{" {self._space} {inside} {self._space} "}}"')
 
     def _any(self) -> str:
         """Return the expression for any value."""
         if not self._any_rule:
             self._any_rule = self._grammar.reserve("any")
             words = " | ".join(f'"{word}"' for word in self._words.values())
-            options = [self._string(), _NUMBER, words, self._array(self._any_rule), self._object()]
+            options = [self._string({}), _NUMBER, words, self._array({"items": {}}), self._object({})]
             self._grammar.define(self._any_rule, " | ".join(options))
         return self._any_rule
 
-    def _string(self) -> str:
-        if not self._string_rule:
-            self._string_rule = self._grammar.rule("string", self._quoted() if self._quote else _PYTHON_STRING)
-        return self._string_rule
+    # -- scalars ----------------------------------------------------------------------------------------------------
 
-    def _quoted(self) -> str:
+    def _number(self, case: Case) -> str:
+        if not case.free:
+            found = json_value({"type": case.kind, **case.schema})
+            if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
+                return self._rule("json", found)
+            self._document.give_up(next(iter(case.schema)))
+        return _INTEGER if case.kind == "integer" else _NUMBER
+
+    def _string(self, schema: Schema) -> str:
+        terms = texts.terms(schema, self._document.give_up)
+        if self._quote:
+            return self._marked(terms)
+        if not {"patterns", "format"} & schema.keys():
+            count = texts.times(*texts.bounds(schema, "minLength", "maxLength"))
+            return self._rule("STRING", rf"""/"{_DOUBLE}{count}"|'{_SINGLE}{count}'/""")
+        return f"""({self._double(schema, terms)} | {self._plain(terms, "'")})"""
+
+    def _double(self, schema: Schema, terms: Sequence[str]) -> str:
+        """Return the expression for strings in double quotes that match ``schema``, as JSON writes them."""
+        said = {keyword: value for keyword, value in schema.items() if keyword != "patterns"}
+        patterns = schema.get("patterns")
+        conditions = [{"pattern": each} for each in patterns] if isinstance(patterns, list) else []
+        found = json_value({"type": "string", **said, **({"allOf": conditions} if conditions else {})})
+        if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
+            return self._rule("json", found)
+        return self._plain(terms, '"')
+
+    def _plain(self, terms: Sequence[str], quote: str) -> str:
+        """Return the expression for text that matches ``terms`` between ``quote``, with nothing to be escaped."""
+        text = texts.joined([*terms, rf"/[^{quote}\\\x00-\x1f]*/"])
+        return self._rule("STRING", f"{lark.literal(quote)} {text} {lark.literal(quote)}")
+
+    def _marked(self, terms: Sequence[str]) -> str:
         quote = markers(self._quote, self._vocabulary)
-        if self._vocabulary.control_id(self._quote) is not None:
-            return f"{quote} {lark.ANY_TEXT} {quote}"
-        rest = self._grammar.rule("rest", f"{lark.ANY_TEXT} {quote}", "[lazy]")
+        control = self._vocabulary.control_id(self._quote) is not None
+        if not terms and not control:
+            rest = self._rule("rest", f"{lark.ANY_TEXT} {quote}", "[lazy]")
+        elif not terms:
+            rest = f"{lark.ANY_TEXT} {quote}"
+        else:
+            text = texts.joined([*terms, texts.without(self._quote)])
+            rest = f"{self._rule('TEXT', text)} {quote}" if control else self._rule("TEXT", f"{text} {quote}")
         return f"{quote} {rest}"
 
     def _constant(self, value: object) -> str:
@@ -151,24 +225,27 @@ class Values:
         if isinstance(value, str):
             if self._quote:
                 quote = markers(self._quote, self._vocabulary)
-                return f"{quote} {lark.literal(value)} {quote}"
-            escaped = value.replace("\\", "\\\\").replace("\n", "\\n")
-            double = '"' + escaped.replace('"', '\\"') + '"'
-            single = "'" + escaped.replace("'", "\\'") + "'"
-            return f"({lark.literal(double)} | {lark.literal(single)})"
+                return f"{quote} {lark.literal(value)} {quote}" if value else f"{quote} {quote}"
+            inside = json.dumps(value, ensure_ascii=False)[1:-1]
+            bare = inside.replace('\\"', '"').replace("'", "\\'")
+            return f"""({lark.literal(f'"{inside}"')} | {lark.literal(f"'{bare}'")})"""
         if value is None or isinstance(value, bool):
             return f'"{self._words[value]}"'
-        return lark.literal(repr(value)) if isinstance(value, int | float) else self._any()
+        if isinstance(value, list):
+            inside = f" {self._comma} ".join(map(self._constant, value))
+        elif isinstance(value, Mapping):
+            key = lark.literal if self._quote else self._constant
+            is_ = f'{self._space} ":" {self._space}'
+            inside = f" {self._comma} ".join(
+                f"{key(name)} {is_} {self._constant(each)}" for name, each in value.items()
+            )
+        else:
+            return lark.literal(repr(value))
+        begin, end = ("[", "]") if isinstance(value, list) else ("{", "}")
+        return f'("{begin}" {self._space} {inside} {self._space} "{end}")'
 
-    def _resolved(self, schema: object) -> object:
-        """Return ``schema``, or what it refers to by a pointer into the tool's parameters."""
-        for _ in range(_DEPTH):
-            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-            if not isinstance(reference, str):
-                return schema
-            found: object = self._root if reference.startswith("#/") else None
-            for step in reference[2:].split("/"):
-                step = step.replace("~1", "/").replace("~0", "~")
-                found = found.get(step) if isinstance(found, Mapping) else None
-            schema = found
-        return None
+
+def _quoted_key(terms: Sequence[str]) -> str:
+    """Return the terminal expression for a key in quotes of either kind that matches ``terms``."""
+    text = texts.joined([r"""/[^"'\\\x00-\x1f]{1,64}/""", *terms])
+    return rf"""("\"" {text} "\"" | "'" {text} "'")"""

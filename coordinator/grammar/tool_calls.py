@@ -1,9 +1,9 @@
 """Grammars of tool calls in each family's notation, from the table in :mod:`coordinator.output.formats`.
 
-What is obeyed: in every notation the name is one of the tools that may be called. Arguments in JSON (styles json,
-named, channels) match the tool's schema. Parameters between tags come in the order of the schema, the required ones
-are there, none is unknown, a string may be any text without the end tag (or one of its enumeration), and other values
-match their schema. For Python literals and quoted strings see :mod:`coordinator.grammar.notation`.
+The name is one of the tools that may be called. Arguments match the tool's schema: in JSON (styles json, named,
+channels) by llguidance's own grammars, between tags by :mod:`coordinator.grammar.tagged`, as Python literals and quoted
+strings by :mod:`coordinator.grammar.notation`. Parameters between tags and of Python calls come in the order of the
+schema, without those that it does not name unless it is explicitly open.
 
 A tool that is not strict may have a schema with keywords that cannot be obeyed: they are left out, and if that does not
 help, arguments may be any JSON object. A strict tool is then refused.
@@ -11,19 +11,23 @@ help, arguments may be any JSON object. A strict tool is then refused.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from llguidance import LLMatcher
 
 from coordinator.grammar import lark
-from coordinator.grammar.errors import GrammarError
+from coordinator.grammar.cases import Document
+from coordinator.grammar.errors import UNSUPPORTED, GrammarError
 from coordinator.grammar.expressions import ANY_OBJECT, WHITESPACE, json_value
+from coordinator.grammar.json_schema import path_of, prepared
 from coordinator.grammar.notation import Values
 from coordinator.grammar.structural_tag import markers
+from coordinator.grammar.tagged import Tagged
 from coordinator.grammar.task import Tool
+from coordinator.grammar.texts import Inexpressible
 from coordinator.output.formats import ToolFormat
-from coordinator.output.parameters import types_of
 
 
 class Calls:
@@ -174,9 +178,7 @@ class Calls:
             after = f"({markers(form.id_marker, self._vocabulary)} /[a-zA-Z0-9]{{1,64}}/)? ({after})?"
         if not form.quote:
             return f"{name} {number} {after} {self.space} {self.arguments(tool)}"
-        parameters = _object(tool.parameters)
-        values = Values(self._grammar, self._vocabulary, parameters, form.quote)
-        fields = values.fields(parameters, ":")
+        fields = self._written(tool, lambda document: self._values(document, form.quote).fields(":"))
         return f'{name} {number} {after} "{{" {self.space} {fields} {self.space} "}}"'
 
     def _after_name(self) -> str:
@@ -186,68 +188,60 @@ class Calls:
 
     def _pythonic(self, tool: Tool) -> str:
         """Return the expression for what follows a name and its bracket."""
-        parameters = _object(tool.parameters)
-        fields = Values(self._grammar, self._vocabulary, parameters).fields(parameters, "=")
+        fields = self._written(tool, lambda document: self._values(document).fields("="))
         return f'{self.space} {fields} {self.space} ")"'
 
-    def _parameters(self, tool: Tool) -> str:
-        form, parameters = self.form, _object(tool.parameters)
-        properties, required = parameters.get("properties"), parameters.get("required")
-        needed = required if isinstance(required, list) else []
-        fields: list[str] = []
-        for name in properties if isinstance(properties, dict) else ():
-            field = self._rule("field", f"{self.flexible(form.key)} {lark.literal(name)} {self._tagged(tool, name)}")
-            fields.append(f"({field} {self.space})" + ("" if name in needed else "?"))
-        name = lark.literal(form.name_prefix + tool.name)
-        return f"{name} {self._after_name()} {self.space} {' '.join(fields)}"
+    def _values(self, document: Document, quote: str = "") -> Values:
+        return Values(self._grammar, self._vocabulary, document, self.space, quote)
 
-    def _tagged(self, tool: Tool, name: str) -> str:
-        """Return the expression for the value of the parameter ``name`` behind its key, with its end tag."""
-        form, parameters = self.form, _object(tool.parameters)
-        types = types_of(parameters, name)
-        text = types is None or "string" in types
-        after_key = form.after_key
-        if form.typed and not text:
-            after_key = after_key.replace('"true"', '"false"')
-        head = self.flexible(after_key, around_value=True)
-        end = self.flexible(form.after_value, around_value=True)
-        properties = parameters["properties"]
-        assert isinstance(properties, dict)
-        values = _choices(properties[name])
-        if types == {"string"} and values:
-            return f"{head} ({' | '.join(map(lark.literal, values))}) {end}"
-        if not text:
-            return f"{head} {self._json_at(tool, name)} {end}"
-        tag = form.after_value.strip()
-        if self._vocabulary.control_id(tag) is not None:
-            return f"{head} {lark.ANY_TEXT} {markers(tag, self._vocabulary)}"
-        return f"{head} {self._grammar.rule('text', f'{lark.ANY_TEXT} {lark.literal(tag)}', '[lazy]')}"
+    def _parameters(self, tool: Tool) -> str:
+        def fields(document: Document) -> str:
+            flexible = functools.partial(self.flexible, around_value=True)
+            tagged = Tagged(self._grammar, self._vocabulary, self.form, document, flexible, self.space)
+            return tagged.fields()
+
+        name = lark.literal(self.form.name_prefix + tool.name)
+        return f"{name} {self._after_name()} {self.space} {self._rule('fields', self._written(tool, fields))}"
 
     # -- arguments --------------------------------------------------------------------------------------------------
 
     def arguments(self, tool: Tool) -> str:
         """Return the expression for the arguments of ``tool`` as a JSON object."""
-        return self._grammar.rule("json", self._value(tool, _object(tool.parameters), ""))
+        return self._grammar.rule("json", self._json_arguments(tool, _object(tool.parameters)))
 
-    def _json_at(self, tool: Tool, name: str) -> str:
-        pointer = f"/properties/{name.replace('~', '~0').replace('/', '~1').replace('%', '%25')}"
-        return self._grammar.rule("json", self._value(tool, _object(tool.parameters), pointer))
-
-    def _value(self, tool: Tool, schema: Mapping[str, object], at: str) -> str:
-        """Return the expression for JSON of the part ``at`` of a tool's schema, as exactly as it can be obeyed."""
+    def _json_arguments(self, tool: Tool, schema: Mapping[str, object]) -> str:
+        """Return the expression for JSON of a tool's schema, as exactly as it can be obeyed."""
         if tool.strict:
             try:
-                return json_value(schema, closed=True, at=at)
+                return json_value(schema, closed=True)
             except GrammarError as error:
                 raise GrammarError(error.text, error.path, error.code, tool.index) from None
         for lenient in () if self._simple else (False, True):
             try:
-                found = json_value(schema, lenient=lenient, at=at)
+                found = json_value(schema, lenient=lenient)
             except GrammarError:
                 continue
             if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
                 return found
-        return json_value({} if at else ANY_OBJECT)
+        return json_value(ANY_OBJECT)
+
+    def _written(self, tool: Tool, write: Callable[[Document], str]) -> str:
+        """Return the expression that ``write`` makes of a tool's schema, as exactly as the notation can obey it."""
+        schema = _object(tool.parameters)
+        if tool.strict:
+            try:
+                return write(Document(_only_object(prepared(schema, closed=True)), strict=True))
+            except GrammarError as error:
+                raise GrammarError(error.text, error.path, error.code, tool.index) from None
+            except Inexpressible as error:
+                text = f"is not supported: calls of this model cannot obey the keyword {error.keyword!r}."
+                raise GrammarError(text, path_of(schema, error.keyword), UNSUPPORTED, tool.index) from None
+        for lenient in () if self._simple else (False, True):
+            try:
+                return write(Document(_only_object(prepared(schema, lenient=lenient)), strict=False))
+            except (GrammarError, Inexpressible):
+                continue
+        return write(Document(_any_values(schema), strict=False))
 
 
 def _object(parameters: object) -> dict[str, object]:
@@ -257,9 +251,13 @@ def _object(parameters: object) -> dict[str, object]:
     return parameters if "type" in parameters else {**ANY_OBJECT, **parameters}
 
 
-def _choices(schema: object) -> list[str]:
-    """Return the strings of an enumeration, [] if the schema is none."""
-    if not isinstance(schema, dict):
-        return []
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) and all(isinstance(each, str) and each for each in values) else []
+def _only_object(made: Mapping[str, object] | bool) -> Mapping[str, object]:
+    return made if isinstance(made, Mapping) else ANY_OBJECT
+
+
+def _any_values(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the schema of objects with the properties of ``schema``, whatever their values."""
+    properties, required = schema.get("properties"), schema.get("required")
+    names = properties if isinstance(properties, dict) else {}
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    return {"type": "object", "properties": dict.fromkeys(names, True), "required": needed}

@@ -123,10 +123,27 @@ def _declared(attributes: str) -> Collection[str] | None:
 
 def types_of(schema: Json, key: str) -> Collection[str] | None:
     """Return the JSON types that ``schema``, of a tool's parameters, allows for parameter ``key``; None: any."""
-    properties = schema.get("properties")
-    if not isinstance(properties, dict) or key not in properties:
-        return None
-    return _types(properties[key], schema, _MOST_DEPTH)
+    found = _schemas_of(schema, key, schema, _MOST_DEPTH)
+    return _types(found[0] if len(found) == 1 else {"allOf": found}, schema, _MOST_DEPTH) if found else None
+
+
+def _schemas_of(schema: object, key: str, root: Json, depth: int) -> list[object]:
+    """Return what ``schema`` and its parts say about parameter ``key``."""
+    if not isinstance(schema, dict) or not depth:
+        return []
+    properties, parts = schema.get("properties"), [_referred(schema.get("$ref"), root)]
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        choices = schema.get(keyword)
+        parts += choices if isinstance(choices, list) else []
+    found: list[object] = [properties[key]] if isinstance(properties, dict) and key in properties else []
+    found += [each for part in parts for each in _schemas_of(part, key, root, depth - 1)]
+    if not found:
+        patterns, rest = schema.get("patternProperties"), schema.get("additionalProperties")
+        found = [
+            *(patterns.values() if isinstance(patterns, dict) else ()),
+            *([rest] if isinstance(rest, dict) else ()),
+        ]
+    return found
 
 
 def _types(schema: object, root: Json, depth: int) -> set[str] | None:
@@ -149,8 +166,10 @@ def _types(schema: object, root: Json, depth: int) -> set[str] | None:
     return {"object"} if "properties" in schema else None
 
 
-def _referred(reference: str, root: Json) -> object:
+def _referred(reference: object, root: Json) -> object:
     """Return the part of ``root`` that a reference such as ``#/$defs/NAME`` names, or None."""
+    if not isinstance(reference, str):
+        return None
     target: object = root if reference.startswith("#/") else None
     for step in reference[2:].split("/"):
         target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None

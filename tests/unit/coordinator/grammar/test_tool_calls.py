@@ -89,8 +89,6 @@ STRICT_TOOLS: list[dict[str, Any]] = [
     {"function": {"name": "stop", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}},
 ]
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in STRICT_TOOLS}
-LOOSE = {"pythonic", "llama4_pythonic", "lfm2", "olmo3", "functiongemma", "gemma4"}
-"""Families whose notation does not carry ranges of numbers."""
 
 
 def forced(name: str, **options: Any) -> Task:
@@ -102,14 +100,7 @@ def forced(name: str, **options: Any) -> Task:
 def test_a_forced_output_is_valid_calls_and_nothing_else(name: str) -> None:
     model, rng, seen = family(name), random.Random(name), set[str]()
     grammar = model.grammar(forced(name))
-    validators = {
-        tool: jsonschema.Draft202012Validator(
-            {**schema, "properties": {**schema["properties"], "level": {"type": "integer"}}}
-            if name in LOOSE
-            else schema
-        )
-        for tool, schema in SCHEMAS.items()
-    }
+    validators = {tool: jsonschema.Draft202012Validator(schema) for tool, schema in SCHEMAS.items()}
     for _ in range(30):
         text = model.random_match(grammar, rng, 300)
         if text is None:

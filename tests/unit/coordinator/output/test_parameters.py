@@ -61,6 +61,27 @@ def test_a_schema_may_say_nothing(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"additionalProperties": {"type": "integer"}}, {"integer"}),
+        ({"additionalProperties": False}, None),
+        ({"patternProperties": {"^x": {"type": "string"}}}, {"string"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": {"type": "string"}}}}}, {"string"}),
+        ({"allOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"minLength": 2}}}]}, {"string"}),
+        (
+            {"anyOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "null"}}}]},
+            {"string", "null"},
+        ),
+        ({"properties": {"x": {"type": "null"}}, "additionalProperties": {"type": "string"}}, {"null"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, None),
+        ({"$ref": 5, "anyOf": {}, "patternProperties": []}, None),
+    ],
+)
+def test_a_parameter_may_be_described_in_parts_of_the_schema(schema: Any, types: set[str] | None) -> None:
+    assert types_of(schema, "x") == types
+
+
+@pytest.mark.parametrize(
     ("text", "types", "value"),
     [
         ("3", {"integer"}, 3),

@@ -1,0 +1,182 @@
+"""Text of strings that JSON schemas constrain, as terminals: patterns, formats, lengths, and what may not occur.
+
+A *term* is a Lark expression for a terminal; terms are joined by ``&``. Patterns search, as JSON schema says, so text
+may stand around what they match unless they have anchors.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from llguidance import LLMatcher
+
+from coordinator.grammar import lark
+
+_HOUR = "([01][0-9]|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR}:[0-5][0-9])"
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY = "(0[1-9]|1[0-9]|2[0-8])"
+_DATE = rf"({_YEAR}-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)|{_LEAP_YEAR}-02-29)"
+_CLOCK = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOSTNAME = rf"{_LABEL}(\.{_LABEL}){{0,15}}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
+_H16 = "[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(
+    [
+        f"({_H16}:){{7}}{_H16}",
+        *(f"({_H16}:){{1,{8 - after}}}(:{_H16}){{1,{after - 1}}}" for after in range(2, 8)),
+        f"({_H16}:){{1,7}}:",
+        f":((:{_H16}){{1,7}}|:)",
+    ]
+)
+_WORD = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_ENCODED = "%[0-9A-Fa-f]{2}"
+_NAME = f"([A-Za-z0-9._~!$&'()*+,;=-]|{_ENCODED})"
+_PCHAR = f"([A-Za-z0-9._~!$&'()*+,;=:@-]|{_ENCODED})"
+_FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P([0-9]+W|{_DAYS}(T{_CLOCK})?|T{_CLOCK})",
+    "email": rf"{_WORD}(\.{_WORD})*@{_LABEL}(\.{_LABEL}){{0,3}}",
+    "hostname": _HOSTNAME,
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "uri": (
+        rf"[A-Za-z][A-Za-z0-9+.-]*:(//{_NAME}*(:[0-9]{{0,5}})?(/{_PCHAR}*)*|/?({_PCHAR}+(/{_PCHAR}*)*)?)"
+        rf"(\?({_PCHAR}|[/?])*)?(#({_PCHAR}|[/?])*)?"
+    ),
+}
+"""Regular expressions of formats, which must match as a whole (RFC 3339, 3986, 4122, 5321)."""
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[\s\S]")
+"""One character of a regular expression, an escape or a class of characters."""
+
+
+class Inexpressible(Exception):
+    """The notation of a model cannot express ``keyword`` of a schema."""
+
+    def __init__(self, keyword: str) -> None:
+        super().__init__(keyword)
+        self.keyword = keyword
+
+
+def terms(schema: Mapping[str, object], give_up: Callable[[str], None]) -> list[str]:
+    """Return terms for the text of strings that match ``schema``, [] for any text. ``patterns`` of the schema is a list
+    of patterns. ``give_up`` is called with a keyword that is left out."""
+    found: list[str] = []
+    for each in _strings(schema.get("patterns")):
+        try:
+            found.append(searching(each))
+        except Inexpressible as error:
+            give_up(error.keyword)
+    if (format := schema.get("format")) in _FORMATS:
+        found.append(lark.regex(_FORMATS[str(format)]))
+        if format == "hostname":
+            found.append("/.{1,253}/")
+    return [*found, *lengths(schema)]
+
+
+def lengths(schema: Mapping[str, object]) -> list[str]:
+    """Return the term for the lengths in ``schema``, [] if it has none."""
+    count = times(*bounds(schema, "minLength", "maxLength"))
+    return [] if count == "*" else [f"/(?s:.{count})/"]
+
+
+def bounds(schema: Mapping[str, object], least: str, most: str) -> tuple[int, int | None]:
+    """Return the values of two keywords of ``schema``, of which the second may have none. Raises Inexpressible if no
+    number is between them."""
+    low, high = whole(schema.get(least)) or 0, whole(schema.get(most))
+    if high is not None and high < low:
+        raise Inexpressible(most)
+    return low, high
+
+
+def times(low: int, high: int | None) -> str:
+    """Return a repetition as expressions have it, such as ``{2,5}``."""
+    return "*" if not low and high is None else f"{{{low},{'' if high is None else high}}}"
+
+
+def whole(value: object) -> int | None:
+    """Return ``value`` if it is an integer, None otherwise."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+@functools.lru_cache(maxsize=256)
+def searching(pattern: str) -> str:
+    """Return the term for texts in which ``pattern`` finds something. Raises Inexpressible if llguidance has no such
+    expression."""
+    found = lark.regex(_whole(pattern))
+    if LLMatcher.validate_grammar(f"start: T\nT: {found}"):
+        raise Inexpressible("pattern")
+    return found
+
+
+def _whole(pattern: str) -> str:
+    """Return an expression that matches a text as a whole exactly if ``pattern`` finds something in it."""
+    options: list[str] = []
+    for option in _alternatives(pattern):
+        if (inner := _group(option)) is not None:
+            options.append(_whole(inner))
+            continue
+        begins, ends = option[:1] == ["^"], option[-1:] == ["$"]
+        body = option[begins : len(option) - ends]
+        if {"^", "$"} & set(body):
+            raise Inexpressible("pattern")
+        before, after = ("" if anchored else "(?s:.*)" for anchored in (begins, ends))
+        options.append(f"{before}(?:{''.join(body)}){after}")
+    return f"(?:{'|'.join(options)})"
+
+
+def _alternatives(pattern: str) -> list[list[str]]:
+    """Return the alternatives of ``pattern`` outside of groups, each as its atoms."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for atom in _ATOM.findall(pattern):
+        depth += (atom == "(") - (atom == ")")
+        if atom == "|" and not depth:
+            found.append([])
+        else:
+            found[-1].append(atom)
+    return found
+
+
+def _group(atoms: Sequence[str]) -> str | None:
+    """Return what ``atoms`` have inside if they are one group, None otherwise."""
+    if atoms[:1] != ["("] or atoms[-1:] != [")"]:
+        return None
+    depth = 0
+    for at, atom in enumerate(atoms):
+        depth += (atom == "(") - (atom == ")")
+        if not depth and at < len(atoms) - 1:
+            return None
+    inner = "".join(atoms[1:-1])
+    return inner.removeprefix("?:") if not inner.startswith("?") or inner.startswith("?:") else None
+
+
+def without(text: str) -> str:
+    """Return the term for texts in which ``text`` does not occur."""
+    return f"~{lark.regex(f'(?s:.*){re.escape(text)}(?s:.*)')}"
+
+
+def joined(given: Sequence[str]) -> str:
+    """Return the terminal expression for texts that match all terms ``given``."""
+    positive = [] if any(each[0] != "~" for each in given) else [lark.ANY_TEXT]
+    return f"({' & '.join([*positive, *given])})" if given else lark.ANY_TEXT
+
+
+def either(given: Sequence[str]) -> str:
+    """Return the terminal expression for any of ``given``."""
+    return given[0] if len(given) == 1 else f"({' | '.join(given)})"
+
+
+def _strings(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
