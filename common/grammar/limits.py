@@ -22,6 +22,20 @@ GIVE_UP_S = 5.0
 """Seconds after which a request fails whose mask, or whose compiled grammar, is not there."""
 
 
+class Spending:
+    """The CPU time that the masks of one output have cost so far. ``share``: of what they may cost."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share, self._strikes, self._spare_s = share, 0, FOLLOW_LIMIT_S[0] * share
+
+    def exceeded(self, cpu_s: float, following_s: float, tokens: int) -> bool:
+        """Count a mask of ``cpu_s`` CPU seconds, of which ``following_s`` for following ``tokens`` tokens before it.
+        Return whether the output has cost too much."""
+        self._strikes += cpu_s >= LIMIT_S * self._share or following_s >= TOKEN_LIMIT_S * self._share * max(1, tokens)
+        self._spare_s += tokens * FOLLOW_LIMIT_S[1] - following_s
+        return self._strikes >= STRIKES or self._spare_s < 0
+
+
 def parser_limits() -> LLParserLimits:
     """Return the bounds that llguidance checks itself. Schemas that clients have stay far below: one of 200 optional
     properties has 807 items in a row."""

@@ -30,7 +30,7 @@ from common.core.sequence import Batch, Refusal, StepResult, certain
 from common.core.sequence import Sequence as Tokens
 from common.grammar.compiled import CompiledGrammars
 from common.grammar.errors import BROKEN, TOO_COMPLEX, UNKNOWN, GrammarError
-from common.grammar.limits import FOLLOW_LIMIT_S, GIVE_UP_S, LIMIT_S, STRIKES, SUSPECT_S, TOKEN_LIMIT_S
+from common.grammar.limits import GIVE_UP_S, SUSPECT_S, Spending
 from common.grammar.matcher import Mask, Matcher
 
 WAIT_S = 0.002
@@ -80,7 +80,7 @@ class SequenceGrammar:
         self.began_at = 0.0
         self.job: Future[None] | None = None
         """What computes the mask, perhaps with those of others."""
-        self._strikes, self._spare_s = 0, FOLLOW_LIMIT_S[0]
+        self._spending = Spending()
 
     def compute(self, output: OutputTokens) -> None:
         """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
@@ -132,9 +132,7 @@ class SequenceGrammar:
     def _judge(self, cpu_s: float, following_s: float, tokens: int) -> None:
         """Count what a mask cost, of which ``following_s`` for ``tokens`` tokens before it."""
         self.suspect = cpu_s >= SUSPECT_S
-        self._strikes += cpu_s >= LIMIT_S or following_s >= TOKEN_LIMIT_S * max(1, tokens)
-        self._spare_s += tokens * FOLLOW_LIMIT_S[1] - following_s
-        if self._strikes >= STRIKES or self._spare_s < 0:
+        if self._spending.exceeded(cpu_s, following_s, tokens):
             self.refusal = _TOO_SLOW
 
 

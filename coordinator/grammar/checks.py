@@ -1,4 +1,4 @@
-"""The trial of a grammar: it is compiled as the workers will do, and its first mask is computed.
+"""Screening of a grammar: it is compiled as the workers will do, and some of its masks are computed.
 
 Turns llguidance's messages into errors that name the keyword, and leaves out what only its developers understand.
 """
@@ -9,12 +9,14 @@ import re
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from common.grammar.limits import LIMIT_S
 from coordinator.grammar import lark
 from coordinator.grammar.build import build
 from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED, GrammarError, refuse
 from coordinator.grammar.expressions import parsed
 from coordinator.grammar.json_schema import path_of, patterns
 from coordinator.grammar.task import Answer, Task, Verdict
+from coordinator.grammar.trial import SHARE, TooSlow, affordable
 
 _POSITION = re.compile(r"^at \d+\(\d+\): ")
 _TOO_MUCH = re.compile(r"too (big|large|complex|many)|limit|exceeded|fuel")
@@ -31,6 +33,10 @@ _KEYWORDS = (
 """(part of a message of llguidance, the keyword that it is about)."""
 MAX_TEXT = 300
 _NOTHING = "allows no output at all."
+_SLOW = (
+    f"is too complex: computing which tokens may come next takes more than {LIMIT_S * SHARE * 1000:g} ms of CPU time "
+    "for several tokens."
+)
 
 
 def screen(task: Task, tokenizer: LLTokenizer, vocabulary: lark.Vocabulary, limits: LLParserLimits) -> Verdict:
@@ -46,13 +52,21 @@ def screen(task: Task, tokenizer: LLTokenizer, vocabulary: lark.Vocabulary, limi
 
 
 def _try_out(grammar: str, answer: Answer | None, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if matcher.is_error():
-        _explain(matcher.get_error(), answer, tokenizer)
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        _explain(matcher.get_error(), answer, tokenizer)
-    if not any(mask) and not matcher.is_accepting():
+    """Raise GrammarError if a worker cannot follow ``grammar``."""
+    for last in (False, True):  # what else runs on the machine may slow down one trial
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            _explain(matcher.get_error(), answer, tokenizer)
+        try:
+            state = affordable(matcher, tokenizer)
+        except TooSlow:
+            if last:
+                refuse(_SLOW, "", TOO_COMPLEX)
+            continue
+        if state.is_error():
+            _explain(state.get_error(), answer, tokenizer)
+        break
+    if not any(matcher.compute_bitmask()) and not matcher.is_accepting():
         refuse(_NOTHING)
 
 

@@ -7,6 +7,7 @@ quotes that have a pattern or format, are JSON there as well, so llguidance's ow
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from llguidance import LLMatcher
@@ -21,7 +22,8 @@ _NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 _ESCAPE = r"""\\(["'\\\/nrt]|x[0-9a-fA-F]{2}|u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"""
 _DOUBLE, _SINGLE = rf'([^"\\\n]|{_ESCAPE})', rf"([^'\\\n]|{_ESCAPE})"
 _ALL_KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
-_UNQUOTED_KEY = r"""/[^\s,:=()\[\]{}"'<>;]+/"""
+_WORD = re.compile(r"""[^\s,:=()\[\]{}"'<>;]+""")
+_UNQUOTED_KEY = f"/{_WORD.pattern}/"
 
 
 class Values:
@@ -47,7 +49,7 @@ class Values:
         found = [case.schema for case in self._document.cases(self._document.root) if case.kind == "object"]
         key = _UNQUOTED_KEY if self._quote else "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
         options = [
-            self._members(self._document.members(each), lark.literal, lambda terms: [key, *terms], equals)
+            self._members(self._document.members(each), self._bare_key, lambda terms: [key, *terms], equals)
             for each in found or [{}]
         ]
         return self._either(options)
@@ -160,10 +162,14 @@ class Values:
     def _object(self, schema: Schema) -> str:
         members = self._document.members(schema)
         if self._quote:
-            inside = self._members(members, lark.literal, lambda terms: [_UNQUOTED_KEY, *terms], ":")
+            inside = self._members(members, self._bare_key, lambda terms: [_UNQUOTED_KEY, *terms], ":")
         else:
             inside = self._members(members, self._constant, lambda terms: [_quoted_key(terms)], ":")
         return self._rule("braces", f'"{{" {self._space} {inside} {self._space} "}}"')
+
+    def _bare_key(self, name: str) -> str:
+        """Return the expression for a key without quotes, or within markers if it is not one word."""
+        return self._constant(name) if self._quote and not _WORD.fullmatch(name) else lark.literal(name)
 
     def _any(self) -> str:
         """Return the expression for any value."""
@@ -234,7 +240,7 @@ class Values:
         if isinstance(value, list):
             inside = f" {self._comma} ".join(map(self._constant, value))
         elif isinstance(value, Mapping):
-            key = lark.literal if self._quote else self._constant
+            key = self._bare_key if self._quote else self._constant
             is_ = f'{self._space} ":" {self._space}'
             inside = f" {self._comma} ".join(
                 f"{key(name)} {is_} {self._constant(each)}" for name, each in value.items()

@@ -177,7 +177,7 @@ class Tagged:
     def _json(self, cases: Sequence[Case]) -> str:
         """Return the expression for JSON of ``cases``."""
         schemas = [_schema(case) for case in cases]
-        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        schema: Schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         try:
             found = json_value(self._document.embedded(schema))
         except GrammarError:

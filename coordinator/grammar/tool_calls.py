@@ -87,7 +87,7 @@ class Calls:
 
     def group(self) -> str:
         """Return the expression for one group of calls behind :meth:`opening`."""
-        return self._rule("group", f"{self.space} {self._call()} {self._others()}")
+        return self._rule("group", f"{self._spaced_call()} {self._others()}")
 
     def unmarked_group(self) -> str:
         """Return the expression for a group of calls without markers. Its beginning up to the name is one terminal, so
@@ -123,7 +123,7 @@ class Calls:
             return f'{more} {self.space} "]" {self.space} {end} {closed}'
         between = self.flexible(form.between.strip())
         between = f"({between})? {self.space}" if between else ""
-        call = f"{self.space} {end} {self.space} {between} {self.flexible(form.begin)} {self.space} {self._call()}"
+        call = f"{self.space} {end} {self.space} {between} {self.flexible(form.begin)} {self._spaced_call()}"
         return f"{f'({call})*' if self.parallel else ''} {self.space} {end} {closed}"
 
     def named_calls(self, before_arguments: str) -> str:
@@ -138,6 +138,9 @@ class Calls:
             if part and not (parts and part == self.space == parts[-1]):
                 parts.append(part)
         return self._grammar.rule(name, " ".join(parts) or '""')
+
+    def _spaced_call(self) -> str:
+        return self._call() if self.form.tight else f"{self.space} {self._call()}"
 
     def _call(self) -> str:
         """Return the expression for one call behind its ``begin``: any of the tools."""

@@ -18,20 +18,21 @@ from coordinator.http.context import SERVICES
 from coordinator.requests.spec import ChatBody, Options
 from coordinator.text.tokenizer import ChatText
 
-UNPARSED_TOOLS = {"x-tandem-tools": "unparsed"}
-"""Header of an answer that may have tool calls in its content, because the model's way to write them is not known."""
+TOOLS_HEADER = "x-tandem-tools"
+"""Header of answers to requests with tools that are not served in full: ``unparsed`` if the model's way to write calls
+is not known, so that they stay in the content; ``unconstrained`` if calls are read but may break the tool's schema."""
 
 
 @dataclass(slots=True)
 class ChatRequest:
-    """A chat as it was read. ``reading``: how outputs are parsed. ``unparsed``: whether calls stay in the content.
+    """A chat as it was read. ``reading``: how outputs are parsed. ``tools``: the value of TOOLS_HEADER, "" for none.
     ``grammar``: what the grammar of outputs depends on. ``continues``: whether outputs continue the text of the last
     message. ``capped``: whether a ``max_tokens`` beyond the context means what fits; otherwise it is refused."""
 
     options: Options
     text: ChatText | None
     reading: OutputReading | None
-    unparsed: bool
+    tools: str
     grammar: GrammarRequest | None
     continues: bool
     capped: bool = False
@@ -52,10 +53,12 @@ def read_chat(model: ServedModel, body: ChatBody, field: str) -> ChatRequest:
     """Return ``body`` rendered. ``field``: the name of the field with the messages. Raises RequestError."""
     model.check_name(body.options.model)
     text = model.chat_text(body, field)
-    unparsed = body.tool_use is not None and not model.text.output.reads_calls
+    form, tools = model.text.output, ""
+    if body.tool_use is not None and form.tools is None:
+        tools = "unconstrained" if form.reads_calls else "unparsed"
     continues = body.continue_final_message and bool(body.messages[-1]["content"])
     grammar = model.chat_grammar(body, text)
-    return ChatRequest(body.options, text, model.reading(body, text), unparsed, grammar, continues)
+    return ChatRequest(body.options, text, model.reading(body, text), tools, grammar, continues)
 
 
 async def answer_chat(
@@ -63,9 +66,10 @@ async def answer_chat(
 ) -> web.StreamResponse:
     """Return the response to ``chat`` in ``shape``."""
     model = request.app[SERVICES].model
-    if chat.unparsed:
-        request[EXTRA_HEADERS] = {**request.get(EXTRA_HEADERS, {}), **UNPARSED_TOOLS}
-    grammar = await model.grammar(chat.take_grammar())
+    wanted = chat.take_grammar()
+    grammar = await model.grammar(wanted)
+    if tools := chat.tools or ("unconstrained" if wanted is not None and not grammar else ""):
+        request[EXTRA_HEADERS] = {**request.get(EXTRA_HEADERS, {}), TOOLS_HEADER: tools}
     prompt = await model.chat_prompt(chat.take_text(), chat.options, field)
     options = chat.options
     if chat.capped and (options.sampling.max_tokens or 0) > model.context_length - len(prompt):

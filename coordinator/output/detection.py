@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
+from coordinator.output.region_notation import notation
 from coordinator.output.regions import load
 
 
@@ -83,8 +84,8 @@ def detect(template_source: str, special: Collection[str], response_template: ob
     tokens = "\n".join(special)
     tools = _first(_TOOLS, template_source) or _first(_TOOLS, tokens)
     regions = load(response_template) if not tools else None
-    if regions is not None:
-        return OutputFormat(regions=regions)
+    if regions is not None and isinstance(response_template, dict):
+        return OutputFormat(*notation(response_template), regions)
     reasoning = _first(_REASONING, template_source) or _first(_REASONING, tokens)
     return OutputFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning))
 

@@ -65,6 +65,8 @@ class ToolFormat:
     after_value: str = ""
     typed: bool = False
     """Whether ``after_key`` states the type of the value: ``string="true"`` or ``string="false"``."""
+    tight: bool = False
+    """Whether no white space may stand between ``begin`` and the name."""
     quote: str = ""
     """Marker on both sides of a string, within which nothing is escaped; keys are then unquoted."""
 
@@ -105,7 +107,7 @@ class ReasoningFormat:
 class OutputFormat:
     """How one model writes. None: it has no such thing, or its notation is not known.
 
-    ``regions``: what the tokenizer says itself, instead of both others."""
+    ``regions``: what the tokenizer says itself. Outputs are then read by it, and both others serve for grammars."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

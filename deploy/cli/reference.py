@@ -205,7 +205,11 @@ RESPONSE_HEADERS = (
     ("`x-request-id`", "The client's own `X-Request-Id`, or a new id."),
     ("`x-tandem-path`", "`disagg`; `local`: prefilled by decode; `prefill`: ended at its first token; `colocated`."),
     ("`x-tandem-prefill`, `x-tandem-decode`", "Names of the workers."),
-    ("`x-tandem-tools`", "`unparsed`: how the model writes tool calls is not known, so they stay in the content."),
+    (
+        "`x-tandem-tools`",
+        "`unparsed`: how the model writes tool calls is not known, so they stay in the content. `unconstrained`: calls "
+        "are read, but may break the tool's schema.",
+    ),
     ("`x-tandem-ignored`", "Fields of the body that the server does not know."),
     ("`Retry-After`", "Seconds until a place is expected, with 429 and 503."),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import FinishReason, Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence, StepResult
 from common.engine.runner import ModelEngine
-from common.grammar import masks
+from common.grammar import limits, masks
 from common.grammar.masks import Grammars, SequenceGrammar
 from common.grammar.matcher import Matcher
 from tests.fakes.constrained import allowed
@@ -217,7 +217,7 @@ def test_a_late_row_is_left_out_and_gets_the_same_token_later(
 
 
 def test_slow_masks_fail_their_request_after_two(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "LIMIT_S", 0.0)
+    monkeypatch.setattr(limits, "LIMIT_S", 0.0)
     one = make(constrained("start: /[a-z ]{9,}/"))
     results = [step(engine, [one])[1]]
     one.computed = len(one.tokens)

@@ -11,7 +11,7 @@ from llguidance import LLParserLimits
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Sequence
-from common.grammar import compiled, masks
+from common.grammar import compiled, limits, masks
 from common.grammar.compiled import CompiledGrammars
 from common.grammar.masks import OutputTokens, SequenceGrammar
 from tests.fakes.constrained import EOS, TOKENIZER, TOKENS, allowed
@@ -45,9 +45,9 @@ def begin(source: CompiledGrammars, grammar: str) -> SequenceGrammar:
 def test_what_other_sequences_did_counts_against_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matchers of one compiled grammar share a lexer, whose states are limited for all of them together."""
     monkeypatch.setattr(compiled, "parser_limits", lambda: LLParserLimits(max_lexer_states=2500, verbose_errors=False))
-    monkeypatch.setattr(masks, "LIMIT_S", 60.0)
-    monkeypatch.setattr(masks, "TOKEN_LIMIT_S", 60.0)
-    monkeypatch.setattr(masks, "FOLLOW_LIMIT_S", (60.0, 0.0))
+    monkeypatch.setattr(limits, "LIMIT_S", 60.0)
+    monkeypatch.setattr(limits, "TOKEN_LIMIT_S", 60.0)
+    monkeypatch.setattr(limits, "FOLLOW_LIMIT_S", (60.0, 0.0))
     source, grammar = grammars(), "start: /[a-z]*a[a-z]{200}c/"
     for seed in range(6):
         one = begin(source, grammar)
@@ -61,14 +61,14 @@ def test_what_other_sequences_did_counts_against_no_limit(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("limit", ["LIMIT_S", "TOKEN_LIMIT_S"])
 def test_two_slow_masks_fail_a_sequence(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(masks, limit, 0.0)
+    monkeypatch.setattr(limits, limit, 0.0)
     one = begin(grammars(), "start: /[a-z]+/")
     assert len(follow(one, random.Random(1), 9)) == 1
     assert one.refusal is not None and "take too long" in one.refusal.words
 
 
 def test_following_an_output_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "FOLLOW_LIMIT_S", (0.0, 0.0))
+    monkeypatch.setattr(limits, "FOLLOW_LIMIT_S", (0.0, 0.0))
     one = begin(grammars(), "start: /[a-z]+/")
     assert len(follow(one, random.Random(1), 9)) <= 1
     assert one.refusal is not None and "take too long" in one.refusal.words

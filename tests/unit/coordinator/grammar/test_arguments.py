@@ -182,7 +182,7 @@ def _tools(schema: Schema) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*TAGGED, *PYTHONIC, *MARKED])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_a_random_schema_allows_is_valid(name: str, seed: int) -> None:
     made, found = Generator(seed), 0
     names = [f"p{at}" for at in range(made.rng.randint(1, 3))]
@@ -196,7 +196,7 @@ def test_what_a_random_schema_allows_is_valid(name: str, seed: int) -> None:
         schema["$defs"] = made.definitions
     model, grammar = _grammar(name, json.dumps(schema), False)
     validator = jsonschema.Draft202012Validator(schema)
-    for _ in range(12):
+    for _ in range(6):
         text = model.random_match(grammar, made.rng, 200)
         if text is None:
             continue

@@ -10,11 +10,13 @@ import pytest
 
 from coordinator.grammar.errors import UNSUPPORTED
 from coordinator.grammar.task import Answer, Task, Tool
+from coordinator.output.detection import detect
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
 from coordinator.output.parser import OutputParser
 from tests.unit.coordinator.grammar.families import model_with
 from tests.unit.coordinator.grammar.matching import Model, builtin
-from tests.unit.coordinator.output.reading import TOOLS, Read, add_up
+from tests.unit.coordinator.output.reading import JSON_LINES, TOOLS, Read, add_up
+from tests.unit.coordinator.output.test_regions import LISTED, QUOTED
 from tests.unit.coordinator.output.transcripts import TRANSCRIPTS, Transcript
 
 
@@ -245,3 +247,21 @@ def test_names_are_taken_literally(name: str) -> None:
     tools = tuple(Tool(each, {"type": "object", "properties": {}}, at) for at, each in enumerate(NAMES))
     for task in (Task(tools=tools, tool_format=TOOL_FORMATS[name], forced=forces) for forces in (False, True)):
         assert not model.verdict(task).error
+
+
+@pytest.mark.parametrize("template", [JSON_LINES, LISTED, QUOTED], ids=["json", "listed", "quoted"])
+def test_what_a_response_template_shows_is_constrained_and_read_by_it(template: dict[str, Any]) -> None:
+    form = detect("{{ messages }}", (), template)
+    model, rng, seen = model_with(("<do>", "</do>", "[do]", "[/do]", '<|"|>')), random.Random(3), set[str]()
+    task = Task(tools=tools_of(STRICT_TOOLS), tool_format=form.tools, reasoning=form.reasoning, forced=True)
+    grammar = model.grammar(task)
+    for _ in range(30):
+        if (text := model.random_match(grammar, rng, 300)) is None:
+            continue
+        parser = OutputParser(form, STRICT_TOOLS, thinking=False, parse_tools=True, new_id=lambda: "id")
+        found = add_up([parser.push(text), parser.finish()])
+        assert found.calls, text
+        for tool, arguments in found.named:
+            jsonschema.validate(arguments, SCHEMAS[tool])
+            seen.add(tool)
+    assert seen

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from common.core.errors import RequestError
 from common.net.messages import Abort
 from coordinator.api.choice import Choice
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import ParsedChoice
+from coordinator.grammar.compiler import GrammarCompiler
+from tests.fakes.checkpoint import fake_checkpoint
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, letters, open_cluster, until, valid
 
 pytestmark = pytest.mark.processes  # tools have grammars, which a process compiles
@@ -223,6 +226,39 @@ async def test_a_model_of_unknown_tool_format_says_so(model: Path) -> None:
         assert "x-tandem-tools" not in (await cluster.post(CHAT, {**ASKED, "tool_choice": "none"}))[0].headers
         response, _ = await cluster.stream(CHAT, ASKED)
         assert response.headers["x-tandem-tools"] == "unparsed"
+
+
+LINES = {"open": "<do>", "close": "</do>", "content": "kv-lines"}
+TO_WEATHER = {"function": {"name": "weather", "arguments": "{content}"}}
+
+
+async def test_calls_that_no_grammar_constrains_say_so(tmp_path: Path) -> None:
+    directory = fake_checkpoint(tmp_path / "m")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    fields = {"tool_calls": {**LINES, "transform": TO_WEATHER}}
+    settings["response_template"] = {"start_anchor": "x", "fields": fields}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    async with open_cluster(directory) as cluster:
+        talker = await talk(cluster, "<do>city: Oslo</do>")
+        response, body = await cluster.post(CHAT, ASKED)
+        assert response.headers["x-tandem-tools"] == "unconstrained"
+        assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        assert (await talker.whole(HELLO))[1]
+
+
+async def test_tools_whose_schemas_cannot_be_compiled_say_so(
+    tools: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> str:
+        raise RequestError("takes more than 2 s", code="grammar_too_complex")
+
+    await talk(tools, CALL)
+    monkeypatch.setattr(GrammarCompiler, "compile", refuse)
+    response, body = await tools.post(CHAT, ASKED)
+    assert response.status == 200, body
+    assert response.headers["x-tandem-tools"] == "unconstrained"
+    response, body = await tools.post(CHAT, {**ASKED, "tool_choice": "required"})
+    assert (response.status, body["error"]["code"]) == (400, "grammar_too_complex")
 
 
 async def test_the_parser_can_be_chosen_or_turned_off(model: Path) -> None:

@@ -55,6 +55,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "nonsense"}}, "structured_outputs.grammar", "invalid_value"),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag.triggers", "invalid_type"),
     ({"guided_regex": "(a{1000}){1000}"}, "guided_regex", "grammar_too_complex"),
+    ({"guided_regex": "a{100000}"}, "guided_regex", "grammar_too_complex"),
     ({"guided_json": {"enum": ["x" * 50] * 10_000}}, "guided_json", "grammar_too_complex"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
 ]

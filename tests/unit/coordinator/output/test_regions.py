@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.output.detection import detect
 from coordinator.output.formats import TOOL_FORMATS, OutputFormat
+from coordinator.output.region_notation import notation
 from coordinator.output.regions import load
 from tests.unit.coordinator.output.reading import JSON_LINES, TOOLS, Read, cuts, parser_for, read
 
@@ -180,3 +181,42 @@ def test_a_response_template_counts_if_the_notation_is_not_known_otherwise() -> 
     assert found.regions is not None and found.reads_calls and found.reads_reasoning
     assert detect('<tool_call>\n{"name": ', (), JSON_LINES) == OutputFormat(TOOL_FORMATS["hermes"])
     assert not detect("{{ messages }}", (), {"fields": 3}).reads_calls
+
+
+def test_a_notation_that_the_template_shows_serves_for_grammars() -> None:
+    plain, _ = notation(JSON_LINES)
+    assert plain is not None and (plain.style, plain.begin, plain.end) == ("json", "<do>", "</do>")
+    listed, _ = notation(LISTED)
+    assert listed is not None and listed.listed and listed.section == ("[do]", "[/do]")
+    assert (listed.name_key, listed.arguments_key) == ("tool", "with")
+    quoted, thoughts = notation(QUOTED)
+    assert quoted is not None and (quoted.style, quoted.begin, quoted.quote) == ("named", "<|do>call:", '<|"|>')
+    assert thoughts is not None and (thoughts.begin, thoughts.end) == ("<|channel>thought\n", "<channel|>")
+    assert notation(TAGS) == (None, None)
+    assert detect("{{ messages }}", (), QUOTED).tools == quoted
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"close": None},
+        {"content": "kv-lines"},
+        {"open": None, "open_pattern": r"<do (?P<name>\w+)( x)?>", "transform": NAMED},
+        {"open": None, "open_pattern": r"(?P<name>\w+):", "transform": NAMED},
+        {"open": None, "open_pattern": r"<do>(?P<other>\w+)", "transform": NAMED},
+        {"content_args": {"string_delims": [["'", "'"]]}},
+        {"transform": {"function": {"name": "{content.a.b}", "arguments": "{content.c}"}}},
+        {"transform": {"function": "{content.call}"}},
+        {"transform": ["{content}"]},
+    ],
+)
+def test_a_notation_that_it_does_not_show_is_not_guessed(change: dict[str, Any]) -> None:
+    spec = {**JSON_LINES["fields"]["tool_calls"], **change}
+    assert notation({"fields": {"tool_calls": spec}}) == (None, None)
+
+
+def test_keys_of_a_call_may_have_other_names() -> None:
+    transform = {"function": {"name": "{content.tool}", "arguments": "{content.with}"}}
+    spec = {**JSON_LINES["fields"]["tool_calls"], "transform": transform}
+    found, _ = notation({"fields": {"tool_calls": spec}})
+    assert found is not None and (found.name_key, found.arguments_key) == ("tool", "with")

@@ -45,7 +45,8 @@ def test_what_the_operator_names_counts_before_what_is_found() -> None:
 def test_a_response_template_serves_where_nothing_is_found_or_named() -> None:
     found = choose_format({"default": "{{ messages }}"}, (), TEMPLATE, AUTO, AUTO)
     assert found.regions is not None
-    assert choose_format({"default": "x"}, (), TEMPLATE, "hermes", AUTO) == OutputFormat(TOOL_FORMATS["hermes"])
+    named = choose_format({"default": "x"}, (), TEMPLATE, "hermes", AUTO)
+    assert named == OutputFormat(TOOL_FORMATS["hermes"], found.reasoning) and found.reasoning is not None
     assert choose_format(SOURCE, (), TEMPLATE, AUTO, AUTO).regions is None
 
 
