@@ -6,6 +6,7 @@ from coordinator.grammar import lark
 from coordinator.grammar.errors import TOO_COMPLEX, refuse
 from coordinator.grammar.outputs import Output
 from coordinator.grammar.task import Task
+from coordinator.grammar.tool_calls import Detail
 
 MAX_GRAMMAR = 1 << 18
 """Maximum characters of a grammar."""
@@ -14,15 +15,14 @@ MAX_GRAMMAR = 1 << 18
 def build(task: Task, vocabulary: lark.Vocabulary) -> str:
     """Return the grammar that the whole output of ``task`` must match. Raises GrammarError.
 
-    If the schemas of many tools make it too long, the arguments of tools that are not strict may be any object."""
-    text = _written(task, vocabulary, simple=False)
-    if len(text) > MAX_GRAMMAR and task.tools:
-        text = _written(task, vocabulary, simple=True)
-    if len(text) > MAX_GRAMMAR:
+    If the schemas of many tools make it too long, less is obeyed of those of tools that are not strict."""
+    levels: tuple[Detail, ...] = ("all", "names", "nothing") if task.tools else ("all",)
+    text = ""
+    for detail in levels:
+        grammar = lark.Grammar()
+        text = grammar.text(Output(grammar, vocabulary, task, detail=detail).start())
+        if len(text) <= MAX_GRAMMAR:
+            break
+    else:
         refuse(f"makes a grammar of {len(text):,} characters; at most {MAX_GRAMMAR:,} are allowed.", "", TOO_COMPLEX)
     return text
-
-
-def _written(task: Task, vocabulary: lark.Vocabulary, *, simple: bool) -> str:
-    grammar = lark.Grammar()
-    return grammar.text(Output(grammar, vocabulary, task, simple=simple).start())

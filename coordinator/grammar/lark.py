@@ -69,6 +69,7 @@ class Grammar:
         self._lines: list[str] = []
         self._others: list[dict[str, object]] = []
         self._count = 0
+        self._shared: dict[tuple[str, str], str] = {}
 
     def rule(self, name: str, body: str, options: str = "") -> str:
         """Define the rule ``name``, or the terminal if it is in capitals, and return its name, which gets a number to
@@ -76,6 +77,12 @@ class Grammar:
         name = self.reserve(name)
         self.define(name, body, options)
         return name
+
+    def shared(self, name: str, body: str, options: str = "") -> str:
+        """Return the name of a rule with ``body``, the same one for the same body."""
+        if (found := self._shared.get((body, options))) is None:
+            found = self._shared[body, options] = self.rule(name, body, options)
+        return found
 
     def reserve(self, name: str) -> str:
         """Return the name of a rule that :meth:`define` defines later, because it refers to itself."""

@@ -28,21 +28,26 @@ _UNQUOTED_KEY = f"/{_WORD.pattern}/"
 
 class Values:
     """Rules for values of one tool's parameters. ``space``: expression for white space that may be left out.
+    ``any_rule``: the rule for any value, once there is one, for all tools.
     ``quote`` "": Python's names of constants and its strings; otherwise JSON's constants, and strings that begin and
     end with that marker. Where something cannot be expressed, all methods raise Inexpressible."""
 
     def __init__(
-        self, grammar: lark.Grammar, vocabulary: lark.Vocabulary, document: Document, space: str, quote: str = ""
+        self,
+        grammar: lark.Grammar,
+        vocabulary: lark.Vocabulary,
+        document: Document,
+        space: str,
+        any_rule: list[str],
+        quote: str = "",
     ) -> None:
         self._grammar, self._vocabulary, self._document = grammar, vocabulary, document
-        self._space, self._quote = space, quote
+        self._space, self._any_rule, self._quote = space, any_rule, quote
         python: dict[bool | None, str] = {True: "True", False: "False", None: "None"}
         self._words = {value: word.lower() for value, word in python.items()} if quote else python
         if quote:
             self._words[None] = "null"
-        self._rules: dict[str, str] = {}
         self._references: dict[str, str] = {}
-        self._any_rule = ""
 
     def fields(self, equals: str) -> str:
         """Return the expression for the parameters as ``key``, ``equals`` and value, joined by commas."""
@@ -90,19 +95,13 @@ class Values:
 
     def _either(self, options: Sequence[str]) -> str:
         distinct = list(dict.fromkeys(options))
-        return distinct[0] if len(distinct) == 1 else self._rule("either", " | ".join(distinct))
-
-    def _rule(self, name: str, body: str, options: str = "") -> str:
-        """Return the name of a rule with ``body``, the same one for the same body."""
-        if body not in self._rules:
-            self._rules[body] = self._grammar.rule(name, body, options)
-        return self._rules[body]
+        return distinct[0] if len(distinct) == 1 else self._grammar.shared("either", " | ".join(distinct))
 
     # -- sequences --------------------------------------------------------------------------------------------------
 
     @property
     def _comma(self) -> str:
-        return f'{self._space} "," {self._space}'
+        return self._grammar.shared("comma", f'{self._space} "," {self._space}')
 
     def _repeated(self, item: str, low: int, high: int | None) -> str:
         """Return the expression for ``low`` to ``high`` items with commas."""
@@ -114,31 +113,33 @@ class Values:
     def _joined(self, items: Sequence[tuple[str, bool]], other: str, low: int, high: int | None) -> str:
         """Return the expression for ``items`` (expression, whether it must be there) in their order, with commas, and
         then ``low`` to ``high`` times ``other``, "" for none."""
-        after = alone = '""'  # what may follow an item, and the same if none was there yet
-        if other:
-            alone = self._repeated(other, low, high)
-            after = f"({self._comma} {other}){texts.times(low, high)}" if high != 0 else '""'
-        for item, needed in reversed(items):
-            name = self._rule("item", item)
-            later, first = f"{self._comma} {name} {after}", f"{name} {after}"
-            after, alone = (
-                self._rule("after", later if needed else f"{later} | {after}"),
-                self._rule("alone", first if needed else f"{first} | {alone}"),
-            )
-        return alone
+        rest = f"({self._comma} {other}){texts.times(low, high)}" if other and high != 0 else ""
+        first = next((at for at, (_, needed) in enumerate(items) if needed), None)
+        alone = [] if first is not None else [self._repeated(other, low, high) if other else '""']
+        options: list[str] = []
+        for at in range(len(items) - 1, -1, -1):
+            item, needed = items[at]
+            if first is not None and at > first:
+                rest = f"({self._comma} {item}){'' if needed else '?'} {rest}"
+                continue
+            item = item if first == 0 else self._grammar.shared("item", item)
+            options.append(f"{item} {rest}")
+            if at:
+                rest = self._grammar.shared("rest", f"({self._comma} {item}){'' if needed else '?'} {rest}")
+        return self._either([*reversed(options), *alone])
 
     def _members(
         self, members: Members, key: Callable[[str], str], other_key: Callable[[list[str]], list[str]], equals: str
     ) -> str:
         """Return the expression for the members of an object. ``key``: the expression of a named key; ``other_key``:
         terms of a key from those that it must match."""
-        is_ = f"{self._space} {lark.literal(equals)} {self._space}"
+        is_ = self._grammar.shared("is", f"{self._space} {lark.literal(equals)} {self._space}")
         items = [(f"{key(name)} {is_} {self.value(each)}", needed) for name, each, needed in members.named]
         others = [
-            f"{self._rule('KEY', texts.joined(other_key(terms)))} {is_} {self.value(each)}"
+            f"{self._grammar.shared('KEY', texts.joined(other_key(terms)))} {is_} {self.value(each)}"
             for terms, each in members.others
         ]
-        return self._joined(items, self._rule("other", " | ".join(others)) if others else "", *members.bounds)
+        return self._joined(items, self._grammar.shared("other", " | ".join(others)) if others else "", *members.bounds)
 
     def _array(self, schema: Schema) -> str:
         low, high = texts.bounds(schema, "minItems", "maxItems")
@@ -156,8 +157,8 @@ class Values:
             inside = f"({self._comma} {item}){texts.times(*beyond)}" if item else '""'
             for at in range(len(first) - 1, -1, -1):
                 inside = f"{self._comma if at else ''} {self.value(first[at])} {inside}"
-                inside = self._rule("items", inside if at < low else f'{inside} | ""')
-        return self._rule("list", f'"[" {self._space} {inside} {self._space} "]"')
+                inside = self._grammar.shared("items", inside if at < low else f'{inside} | ""')
+        return self._grammar.shared("list", f'"[" {self._space} {inside} {self._space} "]"')
 
     def _object(self, schema: Schema) -> str:
         members = self._document.members(schema)
@@ -165,7 +166,7 @@ class Values:
             inside = self._members(members, self._bare_key, lambda terms: [_UNQUOTED_KEY, *terms], ":")
         else:
             inside = self._members(members, self._constant, lambda terms: [_quoted_key(terms)], ":")
-        return self._rule("braces", f'"{{" {self._space} {inside} {self._space} "}}"')
+        return self._grammar.shared("braces", f'"{{" {self._space} {inside} {self._space} "}}"')
 
     def _bare_key(self, name: str) -> str:
         """Return the expression for a key without quotes, or within markers if it is not one word."""
@@ -174,11 +175,11 @@ class Values:
     def _any(self) -> str:
         """Return the expression for any value."""
         if not self._any_rule:
-            self._any_rule = self._grammar.reserve("any")
+            self._any_rule.append(self._grammar.reserve("any"))
             words = " | ".join(f'"{word}"' for word in self._words.values())
             options = [self._string({}), _NUMBER, words, self._array({"items": {}}), self._object({})]
-            self._grammar.define(self._any_rule, " | ".join(options))
-        return self._any_rule
+            self._grammar.define(self._any_rule[0], " | ".join(options))
+        return self._any_rule[0]
 
     # -- scalars ----------------------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class Values:
         if not case.free:
             found = json_value({"type": case.kind, **case.schema})
             if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
-                return self._rule("json", found)
+                return self._grammar.shared("json", found)
             self._document.give_up(next(iter(case.schema)))
         return _INTEGER if case.kind == "integer" else _NUMBER
 
@@ -196,7 +197,7 @@ class Values:
             return self._marked(terms)
         if not {"patterns", "format"} & schema.keys():
             count = texts.times(*texts.bounds(schema, "minLength", "maxLength"))
-            return self._rule("STRING", rf"""/"{_DOUBLE}{count}"|'{_SINGLE}{count}'/""")
+            return self._grammar.shared("STRING", rf"""/"{_DOUBLE}{count}"|'{_SINGLE}{count}'/""")
         return f"""({self._double(schema, terms)} | {self._plain(terms, "'")})"""
 
     def _double(self, schema: Schema, terms: Sequence[str]) -> str:
@@ -206,24 +207,28 @@ class Values:
         conditions = [{"pattern": each} for each in patterns] if isinstance(patterns, list) else []
         found = json_value({"type": "string", **said, **({"allOf": conditions} if conditions else {})})
         if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
-            return self._rule("json", found)
+            return self._grammar.shared("json", found)
         return self._plain(terms, '"')
 
     def _plain(self, terms: Sequence[str], quote: str) -> str:
         """Return the expression for text that matches ``terms`` between ``quote``, with nothing to be escaped."""
         text = texts.joined([*terms, rf"/[^{quote}\\\x00-\x1f]*/"])
-        return self._rule("STRING", f"{lark.literal(quote)} {text} {lark.literal(quote)}")
+        return self._grammar.shared("STRING", f"{lark.literal(quote)} {text} {lark.literal(quote)}")
 
     def _marked(self, terms: Sequence[str]) -> str:
         quote = markers(self._quote, self._vocabulary)
         control = self._vocabulary.control_id(self._quote) is not None
         if not terms and not control:
-            rest = self._rule("rest", f"{lark.ANY_TEXT} {quote}", "[lazy]")
+            rest = self._grammar.shared("rest", f"{lark.ANY_TEXT} {quote}", "[lazy]")
         elif not terms:
             rest = f"{lark.ANY_TEXT} {quote}"
         else:
             text = texts.joined([*terms, texts.without(self._quote)])
-            rest = f"{self._rule('TEXT', text)} {quote}" if control else self._rule("TEXT", f"{text} {quote}")
+            rest = (
+                f"{self._grammar.shared('TEXT', text)} {quote}"
+                if control
+                else self._grammar.shared("TEXT", f"{text} {quote}")
+            )
         return f"{quote} {rest}"
 
     def _constant(self, value: object) -> str:

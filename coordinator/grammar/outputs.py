@@ -13,7 +13,7 @@ from coordinator.grammar.answers import answer
 from coordinator.grammar.errors import unsupported
 from coordinator.grammar.structural_tag import markers
 from coordinator.grammar.task import Task
-from coordinator.grammar.tool_calls import Calls
+from coordinator.grammar.tool_calls import Calls, Detail
 from coordinator.output.formats import ReasoningFormat
 from coordinator.requests.spec import Constraint
 
@@ -22,14 +22,14 @@ GAP = r"/[ \t\r\n]{1,4}/"
 
 
 class Output:
-    """Rules for one output of ``task``. ``simple``: as of :class:`~coordinator.grammar.tool_calls.Calls`."""
+    """Rules for one output of ``task``. ``detail``: as of :class:`~coordinator.grammar.tool_calls.Calls`."""
 
-    def __init__(self, grammar: lark.Grammar, vocabulary: lark.Vocabulary, task: Task, *, simple: bool) -> None:
+    def __init__(self, grammar: lark.Grammar, vocabulary: lark.Vocabulary, task: Task, *, detail: Detail) -> None:
         self._grammar, self._vocabulary, self._task = grammar, vocabulary, task
         self._calls = None
         if task.tools and task.tool_format is not None:
             form = task.tool_format
-            self._calls = Calls(grammar, vocabulary, form, task.tools, parallel=task.parallel, simple=simple)
+            self._calls = Calls(grammar, vocabulary, form, task.tools, parallel=task.parallel, detail=detail)
         self._gap = ""
 
     @property

@@ -58,7 +58,6 @@ class Tagged:
         self._tag = form.after_value.strip()
         self._end = markers(self._tag, vocabulary)
         self._control = vocabulary.control_id(self._tag) is not None
-        self._rules: dict[str, str] = {}
 
     def fields(self) -> str:
         """Return the expression for all parameters, in the order of the schema."""
@@ -69,22 +68,18 @@ class Tagged:
         members = self._document.members(schema)
         parts: list[str] = []
         for name, each, needed in members.named:
-            field = self._rule("field", f"{self._flexible(self._form.key)} {lark.literal(name)} {self._value(each)}")
+            field = self._grammar.shared(
+                "field", f"{self._flexible(self._form.key)} {lark.literal(name)} {self._value(each)}"
+            )
             parts.append(f"({field} {self._space})" + ("" if needed else "?"))
-        options = [
-            f"{self._flexible(self._form.key)} {self._rule('KEY', texts.joined([_KEY, *terms]))} {self._value(each)}"
-            for terms, each in members.others
-        ]
+        options: list[str] = []
+        for terms, each in members.others:
+            key = self._grammar.shared("KEY", texts.joined([_KEY, *terms]))
+            options.append(f"{self._flexible(self._form.key)} {key} {self._value(each)}")
         if options and members.bounds[1] != 0:
-            other = self._rule("field", " | ".join(options))
+            other = self._grammar.shared("field", " | ".join(options))
             parts.append(f"({other} {self._space}){texts.times(*members.bounds)}")
         return " ".join(parts)
-
-    def _rule(self, name: str, body: str, options: str = "") -> str:
-        """Return the name of a rule with ``body``, the same one for the same body."""
-        if body not in self._rules:
-            self._rules[body] = self._grammar.rule(name, body, options)
-        return self._rules[body]
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -112,17 +107,17 @@ class Tagged:
             options.append(f"{self._head()} {text}")
         if others:
             options.append(f"{self._head(text=False)} {self._json(others)} {self._closing()}")
-        return self._rule("value", " | ".join(options))
+        return self._grammar.shared("value", " | ".join(options))
 
     def _head(self, *, text: bool = True, mandatory: bool = False) -> str:
         """Return the expression for what stands between a key and its value. ``mandatory``: with the line break."""
         after = self._form.after_key if text else self._form.after_key.replace('"true"', '"false"')
         if mandatory and self._lines:
-            return f'{self._flexible(after.removesuffix(chr(10)))} "\\n"'
-        return self._flexible(after)
+            return self._grammar.shared("head", f'{self._flexible(after.removesuffix(chr(10)))} "\\n"')
+        return self._grammar.shared("head", self._flexible(after) or '""')
 
     def _closing(self) -> str:
-        return self._flexible(self._form.after_value)
+        return self._grammar.shared("end", self._flexible(self._form.after_value) or '""')
 
     def _unread(self, cases: Sequence[Case]) -> bool:
         """Return whether any text is a value of ``cases``."""
@@ -134,7 +129,7 @@ class Tagged:
     def _any_text(self) -> str:
         if self._control:
             return f"{lark.ANY_TEXT} {self._end}"
-        return self._rule("text", f"{lark.ANY_TEXT} {self._end}", "[lazy]")
+        return self._grammar.shared("text", f"{lark.ANY_TEXT} {self._end}", "[lazy]")
 
     def _choices(self, cases: Sequence[Case]) -> str | None:
         """Return the expression for strings of an enumeration, None if there are other values."""
@@ -157,7 +152,7 @@ class Tagged:
         unlike -= {_LIKE[kind] for kind in free if kind in _LIKE}
         more = [f"/{_PLAIN[case.kind]}/" for case in plain] + [lark.literal(json.dumps(each)) for each in scalars]
         text = self._text(strings, sorted(unlike), more)
-        return self._rule("value", f"{text} | {self._json(nested)} {self._closing()}") if nested else text
+        return self._grammar.shared("value", f"{text} | {self._json(nested)} {self._closing()}") if nested else text
 
     def _text(self, strings: Sequence[Case], unlike: Sequence[str], more: Sequence[str] = ()) -> str:
         """Return the expression for the text of ``strings`` that matches none of the expressions ``unlike``, or of
@@ -172,7 +167,11 @@ class Tagged:
                 options.append(texts.joined([*texts.terms(case.schema, self._document.give_up), *within]))
         text = texts.either(options) if options else '""'
         text += ' "\\n"' if self._lines else ""
-        return f"{self._rule('TEXT', text)} {self._end}" if self._control else self._rule("TEXT", f"{text} {self._end}")
+        return (
+            f"{self._grammar.shared('TEXT', text)} {self._end}"
+            if self._control
+            else self._grammar.shared("TEXT", f"{text} {self._end}")
+        )
 
     def _json(self, cases: Sequence[Case]) -> str:
         """Return the expression for JSON of ``cases``."""
@@ -183,9 +182,11 @@ class Tagged:
         except GrammarError:
             found = ""
         if found and not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
-            return self._rule("json", found)
+            return self._grammar.shared("json", found)
         self._document.give_up(next(iter(cases[0].schema), "enum"))
-        return self._rule("json", json_value({"type": sorted({kind for case in cases for kind in _kinds_of(case)})}))
+        return self._grammar.shared(
+            "json", json_value({"type": sorted({kind for case in cases for kind in _kinds_of(case)})})
+        )
 
 
 def _texts(case: Case) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from llguidance import LLMatcher
 
@@ -29,9 +30,14 @@ from coordinator.grammar.task import Tool
 from coordinator.grammar.texts import Inexpressible
 from coordinator.output.formats import ToolFormat
 
+Detail = Literal["all", "names", "nothing"]
+"""What is obeyed of the schemas of tools that are not strict: all, or of notations without JSON only the names of
+parameters, or nothing, so that arguments may be any object."""
+
 
 class Calls:
-    """Rules for the calls of one output. ``simple``: arguments of tools that are not strict may be any object."""
+    """Rules for the calls of one output. ``detail``: how much of the schemas of tools that are not
+    strict is obeyed."""
 
     def __init__(
         self,
@@ -41,11 +47,12 @@ class Calls:
         tools: Sequence[Tool],
         *,
         parallel: bool,
-        simple: bool = False,
+        detail: Detail = "all",
     ) -> None:
         self._grammar, self._vocabulary, self.form = grammar, vocabulary, form
-        self.tools, self.parallel, self._simple = tools, parallel, simple
+        self.tools, self.parallel, self._detail = tools, parallel, detail
         self._space_rule = self._call_rule = ""
+        self._any_value: list[str] = []
 
     @property
     def space(self) -> str:
@@ -137,7 +144,7 @@ class Calls:
         for part in body.split(" "):
             if part and not (parts and part == self.space == parts[-1]):
                 parts.append(part)
-        return self._grammar.rule(name, " ".join(parts) or '""')
+        return self._grammar.shared(name, " ".join(parts) or '""')
 
     def _spaced_call(self) -> str:
         return self._call() if self.form.tight else f"{self.space} {self._call()}"
@@ -195,7 +202,7 @@ class Calls:
         return f'{self.space} {fields} {self.space} ")"'
 
     def _values(self, document: Document, quote: str = "") -> Values:
-        return Values(self._grammar, self._vocabulary, document, self.space, quote)
+        return Values(self._grammar, self._vocabulary, document, self.space, self._any_value, quote)
 
     def _parameters(self, tool: Tool) -> str:
         def fields(document: Document) -> str:
@@ -210,7 +217,7 @@ class Calls:
 
     def arguments(self, tool: Tool) -> str:
         """Return the expression for the arguments of ``tool`` as a JSON object."""
-        return self._grammar.rule("json", self._json_arguments(tool, _object(tool.parameters)))
+        return self._grammar.shared("json", self._json_arguments(tool, _object(tool.parameters)))
 
     def _json_arguments(self, tool: Tool, schema: Mapping[str, object]) -> str:
         """Return the expression for JSON of a tool's schema, as exactly as it can be obeyed."""
@@ -219,7 +226,7 @@ class Calls:
                 return json_value(schema, closed=True)
             except GrammarError as error:
                 raise GrammarError(error.text, error.path, error.code, tool.index) from None
-        for lenient in () if self._simple else (False, True):
+        for lenient in (False, True) if self._detail == "all" else ():
             try:
                 found = json_value(schema, lenient=lenient)
             except GrammarError:
@@ -239,12 +246,12 @@ class Calls:
             except Inexpressible as error:
                 text = f"is not supported: calls of this model cannot obey the keyword {error.keyword!r}."
                 raise GrammarError(text, path_of(schema, error.keyword), UNSUPPORTED, tool.index) from None
-        for lenient in () if self._simple else (False, True):
+        for lenient in (False, True) if self._detail == "all" else ():
             try:
                 return write(Document(_only_object(prepared(schema, lenient=lenient)), strict=False))
             except (GrammarError, Inexpressible):
                 continue
-        return write(Document(_any_values(schema), strict=False))
+        return write(Document(_any_values(schema) if self._detail != "nothing" else ANY_OBJECT, strict=False))
 
 
 def _object(parameters: object) -> dict[str, object]:
