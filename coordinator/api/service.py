@@ -295,14 +295,14 @@ class ServedModel:
         return for_chat(body, self.text.output, chat.thinking)
 
     async def grammar(self, wanted: GrammarRequest | None) -> str:
-        """Return the grammar that the output of a request must match, "" for none. Raises RequestError if it cannot be
-        obeyed or compiled and is not optional, or if too many grammars wait to be compiled."""
+        """Return the grammar that the output of a request must match, "" for none, also where it is optional and cannot
+        be obeyed or compiled now. Raises RequestError if one that is not optional cannot be."""
         if wanted is None:
             return ""
         try:
             return await self._grammars.compile(wanted.encoded, wanted.params)
-        except RequestError as error:
-            if wanted.optional and error.status != 429:
+        except RequestError:
+            if wanted.optional:
                 return ""
             raise
 

@@ -1,7 +1,8 @@
 """Screening of grammars from the coordinator's side: one child process, a queue, and a cache by content.
 
 A task that several requests wait for is screened once. Verdicts are kept: grammars until the cache is full, errors for
-20 s. The child (:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
+20 s. A task that takes long gives its slot up and goes on beside the others; where too many do, the oldest is refused
+with 429. So grammars that take long, however many clients send them, do not hold up ordinary ones. The child (:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from common.core.errors import RequestError
 from coordinator.grammar.child import ScreeningProcess
+from coordinator.grammar.errors import CROWDED_OUT
 from coordinator.grammar.task import Done, EncodedTask, Job, Setup, Verdict, frame
 from coordinator.requests.errors import internal, overloaded
 
@@ -28,7 +30,9 @@ SECONDS = 2.0
 MEMORY = 256 << 20
 """Bytes that one grammar may take beyond those of the screening process."""
 SLOTS = 4
-"""Grammars that are screened at the same time, so that a few hostile ones do not hold up others."""
+"""Grammars that are screened at the same time, without those that take long."""
+SLOT_S = 0.2
+"""Seconds after which a grammar gives its slot up."""
 MAX_WAITING = 64
 """Grammars that may wait for a slot; more are refused with 429."""
 GRACE_S = 8.0
@@ -51,14 +55,20 @@ def unavailable() -> RequestError:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A task that is being screened or waits for it. ``tries``: processes that died with it."""
+    """A task that is being screened or waits for it. ``tries``: processes that died with it. ``has_slot``: it is being
+    screened and has not taken long yet."""
 
     number: int
     task: EncodedTask
     verdict: asyncio.Future[Verdict]
     waiters: int = 0
     tries: int = 0
-    timer: asyncio.TimerHandle | None = None
+    has_slot: bool = False
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
 
 
 class VerdictCache:
@@ -79,7 +89,9 @@ class VerdictCache:
         return verdict
 
     def put(self, digest: bytes, verdict: Verdict) -> None:
-        """Keep ``verdict``, and drop others if there are too many."""
+        """Keep ``verdict`` unless it depends on other tasks, and drop others if there are too many."""
+        if verdict.code == CROWDED_OUT:
+            return
         self._kept[digest] = (verdict, time.monotonic())
         self._bytes += len(verdict.grammar)
         while self._bytes > CACHE_BYTES or len(self._kept) > CACHE_ENTRIES:
@@ -149,7 +161,7 @@ class GrammarCompiler:
         if self._closed:
             raise unavailable()
         if len(self._waiting) >= MAX_WAITING:
-            waits = SECONDS * len(self._waiting) / SLOTS
+            waits = SLOT_S * len(self._waiting) / SLOTS
             raise overloaded(f"{len(self._waiting)} grammars are waiting to be compiled", waits)
         self._numbers += 1
         pending = _Pending(self._numbers, task, asyncio.get_running_loop().create_future())
@@ -170,12 +182,20 @@ class GrammarCompiler:
                 log.error("the process that compiles grammars cannot be started: %s", error)
                 self._fail_all()
                 return
-        while self._child.ready and self._waiting and len(self._running) < SLOTS:
+        loop = asyncio.get_running_loop()
+        while self._child.ready and self._waiting and sum(each.has_slot for each in self._running.values()) < SLOTS:
             pending = self._waiting.popleft()
+            pending.has_slot = True
             self._running[pending.number] = pending
             self._child.send(frame(Job(pending.number, msgspec.Raw(pending.task.data))))
-            loop = asyncio.get_running_loop()
-            pending.timer = loop.call_later(SECONDS + GRACE_S, self._child.hang, "it does not answer")
+            pending.timers = [
+                loop.call_later(SLOT_S, self._free_slot, pending),
+                loop.call_later(SECONDS + GRACE_S, self._child.hang, "it does not answer"),
+            ]
+
+    def _free_slot(self, pending: _Pending) -> None:
+        pending.has_slot = False
+        self._pump()
 
     def on_ready(self, verdict: Verdict) -> None:
         """The child has loaded the tokenizer, or ``verdict`` says why it cannot."""
@@ -204,8 +224,7 @@ class GrammarCompiler:
             return
         for pending in reversed(self._running.values()):
             pending.tries += 1
-            if pending.timer is not None:
-                pending.timer.cancel()
+            pending.stop_timers()
             if pending.tries > 1:
                 self._settle(pending, None)
             else:
@@ -221,8 +240,7 @@ class GrammarCompiler:
 
     def _settle(self, pending: _Pending, verdict: Verdict | None) -> None:
         """Give ``verdict`` to the requests that wait for it; None: there is none, because there is no process."""
-        if pending.timer is not None:
-            pending.timer.cancel()
+        pending.stop_timers()
         if self._pending.pop(pending.task.digest, None) is None:
             return  # it is settled
         if verdict is not None:
@@ -238,6 +256,8 @@ def _refusal(verdict: Verdict, params: Mapping[int | None, str]) -> RequestError
     """Return the error for a task that cannot be obeyed."""
     if verdict.code == "internal_error":
         return internal()
+    if verdict.code == CROWDED_OUT:
+        return overloaded("many requests have grammars that take long to compile", SECONDS)
     param = (params.get(verdict.subject) or "") + verdict.path
     param = param if len(param) <= 256 else f"{param[:253]}..."
     return RequestError(f"{param!r} {verdict.error}", param=param, code=verdict.code)

@@ -28,7 +28,7 @@ from llguidance import LLTokenizer
 from common.grammar.limits import parser_limits
 from common.platform.parent import die_with
 from coordinator.grammar.checks import screen
-from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED
+from coordinator.grammar.errors import CROWDED_OUT, TOO_COMPLEX, UNSUPPORTED
 from coordinator.grammar.task import Done, Job, Setup, Task, Verdict, frame, take
 from coordinator.grammar.vocabulary import ModelVocabulary
 
@@ -36,17 +36,21 @@ NICENESS, LAST_NICENESS = 5, 19
 SUSPECT_S = 0.2
 """Seconds after which a fork gets the last niceness, so that hostile grammars do not take cores from workers. Those of
 ordinary clients take milliseconds."""
+MAX_FORKS = 8
+"""Forks at the same time. One more ends the oldest."""
 _READ = 1 << 16
 
 
 @dataclass(slots=True)
 class _Fork:
-    """A running fork. ``written``: what has arrived from it. ``suspect_at``: time when it gets the last niceness."""
+    """A running fork. ``written``: what has arrived from it. ``suspect_at``: time when it gets the last niceness.
+    ``crowded_out``: it was ended in favour of a newer one."""
 
     number: int
     pid: int
     suspect_at: float
     written: bytearray = field(default_factory=bytearray)
+    crowded_out: bool = False
 
 
 class Screening:
@@ -111,7 +115,11 @@ class Screening:
         self._received += more
 
     def _begin(self, job: Job) -> None:
-        """Fork a process for ``job``."""
+        """Fork a process for ``job``. If there are too many, end the oldest, which takes longest."""
+        running = [fork for fork in self._forks.values() if not fork.crowded_out]
+        if len(running) >= MAX_FORKS:
+            running[0].crowded_out = True
+            os.kill(running[0].pid, signal.SIGKILL)
         reading, writing = os.pipe()
         parent = os.getpid()
         child = os.fork()
@@ -162,11 +170,13 @@ class Screening:
         os.close(descriptor)
         del self._forks[descriptor]
         _, status = os.waitpid(fork.pid, 0)
-        self._connection.sendall(frame(Done(fork.number, self._verdict(bytes(fork.written), status))))
+        self._connection.sendall(frame(Done(fork.number, self._verdict(fork, status))))
 
-    def _verdict(self, written: bytes, status: int) -> Verdict:
+    def _verdict(self, fork: _Fork, status: int) -> Verdict:
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.msgpack.decode(written, type=Verdict)
+            return msgspec.msgpack.decode(fork.written, type=Verdict)
+        if fork.crowded_out:
+            return Verdict(error="takes long to compile.", code=CROWDED_OUT)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
             return Verdict(error=f"takes more than {self._seconds:g} s to compile.", code=TOO_COMPLEX)
         return Verdict(error="needs too much memory to compile, or is nested too deeply.", code=TOO_COMPLEX)

@@ -18,8 +18,8 @@ import pytest
 
 from common.core.errors import RequestError
 from coordinator.grammar import child, compiler
-from coordinator.grammar.compiler import ERROR_S, GrammarCompiler, VerdictCache
-from coordinator.grammar.screening import LAST_NICENESS, NICENESS
+from coordinator.grammar.compiler import ERROR_S, SLOTS, GrammarCompiler, VerdictCache
+from coordinator.grammar.screening import LAST_NICENESS, MAX_FORKS, NICENESS
 from coordinator.grammar.task import Answer, Task, Verdict, encode
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
@@ -197,6 +197,19 @@ async def test_a_full_queue_refuses_with_429_and_forgets_those_who_left(
     await asyncio.sleep(0)
     assert await screened(grammars, "regex", "c")
     assert len(await asyncio.gather(*waiting[1:])) == 2
+
+
+async def test_many_that_take_long_hold_up_no_ordinary_one(grammars: GrammarCompiler) -> None:
+    """More of them than there are slots and forks: those that take longest are refused, with 429."""
+    slow = [f"(a{{1000}}){{{1000 + number}}}" for number in range(SLOTS + MAX_FORKS + 2)]
+    hostile = [asyncio.ensure_future(refusal(grammars, "regex", each)) for each in slow]
+    await asyncio.sleep(0)
+    assert await screened(grammars, "regex", "ordinary")
+    assert not all(each.done() for each in hostile), "it has not waited for them"
+    errors = await asyncio.gather(*hostile)
+    assert {error.status for error in errors} == {400, 429}
+    crowded = next(at for at, error in enumerate(errors) if error.status == 429)
+    assert errors[crowded].retry_after_s and (await refusal(grammars, "regex", slow[crowded])).status == 400
 
 
 async def test_a_process_that_dies_is_replaced_and_its_tasks_are_tried_again(grammars: GrammarCompiler) -> None:
