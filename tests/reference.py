@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.core.ids import unpack_tokens
 from common.core.request import SamplingParams
 
 Row = npt.NDArray[np.float64]
@@ -164,7 +165,8 @@ def process(row: Row, prompt: Sequence[int], output: Sequence[int], sampling: Sa
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if sampling.allowed_token_ids:
-        logits[[token not in sampling.allowed_token_ids for token in range(len(logits))]] = -math.inf
+        allowed = set(unpack_tokens(sampling.allowed_token_ids))
+        logits[[token not in allowed for token in range(len(logits))]] = -math.inf
     for *before, last in sampling.bad_words:
         if list(output[len(output) - len(before) :]) == before:
             logits[last] = -math.inf

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.core.ids import REQUEST_ID_BYTES, RequestId, unpack_tokens
+from common.core.ids import REQUEST_ID_BYTES, TOKEN_ID_BYTES, RequestId, unpack_tokens
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -20,6 +20,7 @@ MAX_GRAMMAR = 1 << 18
 """Characters of a request's grammar."""
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
 """Token sequences that a request may forbid, and tokens in each."""
+MAX_ALLOWED_IDS = 1 << 20
 GREEDY_BELOW = 1e-5
 """A lower temperature means greedy, as in vLLM: logits divided by it would overflow float32."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -47,8 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     ``stop_token_ids`` can be sampled. ``seed`` is always set: the coordinator draws one if the client sent none.
     ``prompt_logprobs`` is as ``logprobs``, for all tokens of the prompt but the first. ``grammar`` is a grammar of
     llguidance (Lark text or its JSON form), which the whole output from its first token on must match; empty is no
-    constraint. Only ``allowed_token_ids`` are sampled, unless there are none, and never the last token of one of
-    ``bad_words`` right after its other tokens, all of them output.
+    constraint. Only ``allowed_token_ids`` (little-endian uint32) are sampled, unless there are none, and never the last
+    token of one of ``bad_words`` right after its other tokens, all of them output. Raises ValueError if the bytes of
+    ``allowed_token_ids`` are no whole number of ids.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -68,8 +70,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    allowed_token_ids: tuple[TokenId, ...] = ()
+    allowed_token_ids: Annotated[bytes, msgspec.Meta(max_length=MAX_ALLOWED_IDS * TOKEN_ID_BYTES)] = b""
     bad_words: Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.allowed_token_ids) % TOKEN_ID_BYTES:
+            raise ValueError("the bytes of the allowed token ids are not a multiple of 4")
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:

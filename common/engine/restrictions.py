@@ -7,8 +7,10 @@ and output after a hand-off, a preemption or a retry, obey the same rules. Must 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from common.core.request import SamplingParams
 from common.core.sequence import Sequence
@@ -20,9 +22,10 @@ class Restriction:
     vocabulary are ignored."""
 
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
-        self._always = _bits(vocab_size, sampling.allowed_token_ids or range(vocab_size))
+        allowed = np.frombuffer(sampling.allowed_token_ids, "<u4")
+        self._always = _bits(vocab_size, allowed if len(allowed) else np.arange(vocab_size))
         words = [word for word in sampling.bad_words if word and word[-1] < vocab_size]
-        self._always &= ~_bits(vocab_size, [word[0] for word in words if len(word) == 1])
+        self._always &= ~_bits(vocab_size, np.array([word[0] for word in words if len(word) == 1], np.int64))
         self._after: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         """Bad words of several tokens, by the last but one."""
         for word in words:
@@ -63,8 +66,8 @@ def restricted(sequence: Sequence, grammar: Mask | None, vocab_size: int) -> Mas
     return restriction.mask(sequence, grammar)
 
 
-def _bits(vocab_size: int, tokens: tuple[int, ...] | list[int] | range) -> Mask:
+def _bits(vocab_size: int, tokens: npt.NDArray[np.integer[Any]]) -> Mask:
     """Return a mask with the bits of ``tokens``, int32 [ceil(vocab_size / 32)]."""
     flags = np.zeros((vocab_size + 31) // 32 * 32, np.bool_)
-    flags[[token for token in tokens if token < vocab_size]] = True
+    flags[tokens[tokens < vocab_size]] = True
     return np.packbits(flags, bitorder="little").view(np.int32)

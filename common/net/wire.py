@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from common.core.errors import Damaged, WireError
+from common.core.request import MAX_GRAMMAR
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message to a worker. A prompt of a million tokens takes 4 MB."""
@@ -34,7 +35,8 @@ MAX_ARRAY_ITEMS = 1 << 12
 """Longest array in a message; columns have at most MAX_SPANS items."""
 MAX_MAP_ITEMS = 1 << 12
 """Largest map in a message; the largest are logit biases."""
-MAX_STRING_BYTES = 1 << 16
+MAX_STRING_BYTES = 4 * MAX_GRAMMAR
+"""Longest string in a message, in UTF-8; the longest are grammars."""
 MAX_CONTAINERS = 1 << 13
 """Most arrays and maps in a message of more than UNCOUNTED_BYTES. An empty one takes one byte of a message and 64 bytes
 of memory. A report of MAX_SPANS tokens with logprobs has two for each token."""

@@ -6,6 +6,7 @@ them. Each reports the last snapshot that the worker published, and how long the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from common.core.errors import WireError
 from common.net.messages import Gpus, Heartbeat, Hello, Lease, Message, NameTaken, Rejoin, ToWorker, Welcome
 from common.net.sockets import Channels, HeartbeatThread, identity, receive, send
 from common.platform.gpu_monitor import GpuMonitor
+
+log = logging.getLogger("tandem.worker")
 
 REJOIN_S = 1.0
 """Seconds after a Hello in which Rejoin is ignored: a restarted coordinator answers every message with Rejoin until our
@@ -155,9 +158,11 @@ class Membership:
         while self._channels.readable(self._socket):
             try:
                 message = receive(self._socket, ToWorker)
-            except WireError:
+            except WireError as error:
                 self.bad_messages += 1
                 self.acted_on += 1
+                if self.bad_messages & (self.bad_messages - 1) == 0:  # the first, second, fourth...
+                    log.warning("dropped invalid message %d of the coordinator: %s", self.bad_messages, error)
                 continue
             if message is None:
                 return

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
+from common.core.ids import pack_tokens
+from common.core.request import MAX_ALLOWED_IDS, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
 from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
 from coordinator.api.structured import parse_constraint
@@ -25,7 +26,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 4096
-MAX_ALLOWED_IDS = 1 << 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16
@@ -305,12 +305,11 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(checked_integer(item, f"stop_token_ids[{at}]", 0, MAX_TOKEN_ID) for at, item in enumerate(items))
 
 
-def _allowed_token_ids(fields: Fields) -> tuple[int, ...]:
+def _allowed_token_ids(fields: Fields) -> bytes:
     if not fields.has("allowed_token_ids"):
-        return ()
-    return tuple(
-        token_ids(fields.array("allowed_token_ids", MAX_ALLOWED_IDS) or [], "allowed_token_ids", MAX_ALLOWED_IDS)
-    )
+        return b""
+    given = fields.array("allowed_token_ids", MAX_ALLOWED_IDS) or []
+    return pack_tokens(sorted(set(token_ids(given, "allowed_token_ids", MAX_ALLOWED_IDS))))
 
 
 def _bad_words(fields: Fields) -> tuple[str, ...]:

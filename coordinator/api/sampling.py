@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from common.checkpoint.files import Checkpoint
-from common.core.request import SamplingParams
+from common.core.ids import TOKEN_ID_BYTES, max_token, unpack_tokens
+from common.core.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from coordinator.api.fields import refuse
 from coordinator.requests.errors import outside_vocabulary, too_long
 from coordinator.requests.spec import Options, Sampling
@@ -92,7 +93,7 @@ class SamplingRules:
             grammar=grammar,
             prompt_logprobs=asked.prompt_logprobs,
             allowed_token_ids=asked.allowed_token_ids,
-            bad_words=self._banned(asked.bad_words),
+            bad_words=self._bad_words(asked),
         )
 
     def _check_prompt_logprobs(self, options: Options, prompt_tokens: int, prompt_field: str, choices: int) -> int:
@@ -116,6 +117,16 @@ class SamplingRules:
         an output does not have."""
         return tuple(dict.fromkeys((*options.sampling.stop_token_ids, *self._text.control_tokens(options.stop))))
 
+    def _bad_words(self, asked: Sampling) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of ``bad_words``. Raises RequestError if one has more than MAX_BAD_WORD_TOKENS:
+        a character may be several tokens."""
+        words = self._banned(asked.bad_words)
+        if (longest := max(map(len, words), default=0)) > MAX_BAD_WORD_TOKENS:
+            refuse(
+                f"A word of 'bad_words' has {longest} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed.", "bad_words"
+            )
+        return words
+
     def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str, most_output: int | None) -> int:
         limit = self._context_length()
         room = limit - prompt_tokens
@@ -133,16 +144,18 @@ class SamplingRules:
 
     def _check_ids(self, asked: Sampling) -> None:
         vocab = self._checkpoint.vocab_size
-        given: tuple[tuple[str, Iterable[int]], ...] = (
-            ("stop_token_ids", asked.stop_token_ids),
-            ("logit_bias", asked.logit_bias),
-            ("allowed_token_ids", asked.allowed_token_ids),
+        given = (
+            ("stop_token_ids", max(asked.stop_token_ids, default=0)),
+            ("logit_bias", max(asked.logit_bias, default=0)),
+            ("allowed_token_ids", max_token(asked.allowed_token_ids)),
         )
-        for param, ids in given:
-            if (largest := max(ids, default=0)) >= vocab:
+        for param, largest in given:
+            if largest >= vocab:
                 raise outside_vocabulary(param, largest, vocab)
         ends = {*self._checkpoint.eos_token_ids, *asked.stop_token_ids}
-        if asked.min_tokens and asked.allowed_token_ids and ends.issuperset(asked.allowed_token_ids):
+        allowed = asked.allowed_token_ids
+        few = asked.min_tokens and 0 < len(allowed) <= TOKEN_ID_BYTES * len(ends)
+        if few and ends.issuperset(unpack_tokens(allowed)):
             refuse("'allowed_token_ids' has only ids that end the output, which 'min_tokens' forbids.", "min_tokens")
 
 

@@ -7,11 +7,10 @@ expression can be obeyed is found out by :mod:`coordinator.grammar`, off the eve
 
 from __future__ import annotations
 
+from common.core.request import MAX_GRAMMAR
 from coordinator.api.fields import Fields, refuse, wrong_type
 from coordinator.requests.spec import Constraint, ConstraintKind
 
-MAX_GRAMMAR_CHARS = 1 << 18
-"""Maximum characters of a regular expression or grammar."""
 MAX_CHOICE_STRINGS = 4096
 MAX_WHITESPACE_CHARS = 256
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -111,7 +110,7 @@ def _constraint(
             if not isinstance(value, str | dict):
                 fields.wrong(name, "an object or JSON text", value)
         case _:
-            value = fields.string(name, limit=MAX_GRAMMAR_CHARS)
+            value = fields.string(name, limit=MAX_GRAMMAR)
     return Constraint(kind=kind, value=value, param=fields.at(name), whitespace=whitespace, closed=closed)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from common.core.request import MAX_GRAMMAR
 from coordinator.grammar import lark
 from coordinator.grammar.errors import TOO_COMPLEX, refuse
 from coordinator.grammar.outputs import Output
 from coordinator.grammar.task import Task
 from coordinator.grammar.tool_calls import Detail
-
-MAX_GRAMMAR = 1 << 18
-"""Maximum characters of a grammar."""
 
 
 def build(task: Task, vocabulary: lark.Vocabulary) -> str:

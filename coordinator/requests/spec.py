@@ -54,7 +54,8 @@ class Sampling:
     prompt_logprobs: int | None = None
     """Most likely tokens per prompt token that the workers report, for ``prompt_logprobs`` or for ``echo`` with
     ``logprobs``; None for no log-probabilities of the prompt."""
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: bytes = b""
+    """Without duplicates, as little-endian uint32; empty for all."""
     bad_words: tuple[str, ...] = ()
 
 

@@ -223,8 +223,13 @@ def _asked(request: Any) -> dict[str, Any]:
     """Return the fields of a request, taken by their position on the wire, since their names may change."""
     _, prompt, sampling, choices, _, salt, priority, *_ = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     most, seed, *rest = sampling
-    tokens = [int.from_bytes(prompt[at : at + 4], "little") for at in range(0, len(prompt), 4)]
-    return {"prompt": tokens, "max_tokens": most, "seed": seed, "sampling": rest, "of": [choices, salt, priority]}
+    rest = [_tokens(each) if isinstance(each, bytes) else each for each in rest]
+    of = [choices, salt, priority]
+    return {"prompt": _tokens(prompt), "max_tokens": most, "seed": seed, "sampling": rest, "of": of}
+
+
+def _tokens(packed: bytes) -> list[int]:
+    return [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
 
 
 def fake_model(directory: Path) -> Path:

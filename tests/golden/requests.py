@@ -284,6 +284,7 @@ TOGETHER: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXT, {"max_tokens": None, "prompt": [40] * 2040}),
     (TEXT, {"truncate_prompt_tokens": -1, "prompt": [40] * 2100, "echo": True}),
     (TEXT, {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}),
+    (TEXT, {"bad_words": ["\N{MUSICAL SYMBOL G CLEF}" * 256]}),
     (TEXT, {"logit_bias": {str(token): 1 for token in range(512)}}),
 )
 _F: Any = {"type": "function", "function": {"name": "f"}}

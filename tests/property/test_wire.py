@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from common.core.errors import Damaged, WireError
 from common.core.gpu import MAX_GPUS, MAX_XIDS, GpuState
 from common.core.ids import TOKEN_ID_BYTES, Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
-from common.core.request import Request, SamplingParams
+from common.core.request import MAX_ALLOWED_IDS, MAX_GRAMMAR, Request, SamplingParams
 from common.kv.prefix import chain_root, extend_chain
 from common.net import messages
 from common.net.messages import (
@@ -111,6 +111,9 @@ TAGGED = {
 
 # -- values of any message type, from its annotations -----------------------------------------------------------------
 
+_PACKED = MAX_ALLOWED_IDS * TOKEN_ID_BYTES
+"""The length of the annotation that allows whole token ids only."""
+
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """A strategy for everything that ``annotation`` allows, NaN apart (it equals nothing)."""
@@ -123,7 +126,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         if inner is float:
             return st.floats(meta.ge, meta.le)
         if inner is not int:
-            return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
+            drawn = st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
+            return drawn.map(lambda data: data[: len(data) & ~3]) if meta.max_length == _PACKED else drawn
         return st.integers(meta.ge, meta.lt - 1 if meta.le is None else meta.le)
     if isinstance(annotation, typing.NewType):
         return values(annotation.__supertype__)
@@ -435,7 +439,7 @@ def test_msgspec_writes_the_same(data: bytes) -> None:
 def test_wire_limits_exceed_largest_messages() -> None:
     assert MAX_ARRAY_ITEMS >= MAX_SPANS
     assert MAX_MAP_ITEMS >= MAX_BIASES
-    assert MAX_STRING_BYTES >= 4 * MAX_TEXT
+    assert 4 * max(MAX_TEXT, MAX_GRAMMAR) <= MAX_STRING_BYTES
     assert MAX_CONTAINERS >= 2 * MAX_SPANS + 64
     biased = msgspec.structs.replace(_SAMPLING, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
     message = Generate(msgspec.structs.replace(_REQUEST, sampling=biased), 1)

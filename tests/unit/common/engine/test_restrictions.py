@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.core.ids import pack_tokens, unpack_tokens
 from common.core.request import SamplingParams
 from common.engine.restrictions import restricted
 from common.engine.runner import ModelEngine
@@ -41,6 +42,8 @@ def reference(checkpoint: Callable[[str], Path]) -> Reference:
 
 
 def params(**fields: Any) -> SamplingParams:
+    if allowed := fields.pop("allowed_token_ids", ()):
+        fields["allowed_token_ids"] = pack_tokens(allowed)
     return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, "eos_token_ids": (EOS,), **fields})
 
 
@@ -66,7 +69,7 @@ def test_outputs_are_right_beside_rows_without_restrictions(
         known = [entry.logprob for entry in one.logprobs if entry is not None]
         reference.check(one.tokens[: one.prompt_length], one.output, sampling, logprobs=known or None)
         if sampling.allowed_token_ids:
-            assert set(one.output) <= {*sampling.allowed_token_ids}
+            assert set(one.output) <= {*unpack_tokens(sampling.allowed_token_ids)}
 
 
 def test_a_word_that_greedy_decoding_writes_is_not_written(engine: ModelEngine) -> None:

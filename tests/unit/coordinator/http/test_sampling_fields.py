@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.core.request import Request
+from common.core.ids import unpack_tokens
+from common.core.request import MAX_BAD_WORD_TOKENS, Request
 from common.net.messages import Prefill
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster
 
@@ -30,11 +31,15 @@ async def test_bad_words_are_banned_with_and_without_a_space(cluster: FakeCluste
     expected = [tuple(encode(text, add_special_tokens=False)) for text in ("ab", " ab", "c", " c")]
     assert [*request.sampling.bad_words] == expected
     assert (await sent(cluster, TEXT, prompt="x")).sampling.bad_words == ()
+    word = "\N{MUSICAL SYMBOL G CLEF}" * 256
+    assert len(encode(f" {word}", add_special_tokens=False)) > MAX_BAD_WORD_TOKENS
+    response, body = await cluster.post(TEXT, {"prompt": "x", "bad_words": ["x", word]})
+    assert (response.status, body["error"]["param"], body["error"]["code"]) == (400, "bad_words", "invalid_value")
 
 
 async def test_allowed_ids_must_be_in_the_vocabulary_and_leave_something(cluster: FakeCluster) -> None:
-    request = await sent(cluster, TEXT, prompt="x", allowed_token_ids=[5, 9.0])
-    assert request.sampling.allowed_token_ids == (5, 9)
+    request = await sent(cluster, TEXT, prompt="x", allowed_token_ids=[9.0, 5, 9])
+    assert unpack_tokens(request.sampling.allowed_token_ids) == [5, 9]
     model = cluster.services.model
     for ids, more, param in (
         ([model.checkpoint.vocab_size], {}, "allowed_token_ids"),
