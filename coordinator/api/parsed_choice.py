@@ -37,14 +37,15 @@ class OutputReading:
     thinking: bool
     include_reasoning: bool
 
-    def parser(self) -> OutputParser:
-        """Return the parser of one output."""
+    def parser(self, tokens: frozenset[str] = frozenset()) -> OutputParser:
+        """Return the parser of one output. ``tokens``: as of :class:`OutputParser`."""
         return OutputParser(
             self.format,
             self.tools.tools if self.tools else (),
             thinking=self.thinking,
             parse_tools=self.tools is not None,
             new_id=new_call_id,
+            tokens=tokens,
         )
 
 
@@ -70,7 +71,7 @@ class ParsedChoice(Choice):
 
     ``text`` has the content, ``reasoning`` the reasoning, ``calls`` the tool calls so far."""
 
-    __slots__ = ("_parser", "_reading", "_text", "calls", "reasoning")
+    __slots__ = ("_parser", "_reading", "_skip_special", "_text", "calls", "reasoning")
 
     def __init__(
         self,
@@ -84,9 +85,10 @@ class ParsedChoice(Choice):
         continues: bool = False,
     ) -> None:
         super().__init__(index, prompt, options, text, stops, continues=continues)
-        # special tokens are given to the parser apart, which drops those that are no markers
+        # special tokens are given to the parser apart
         self._detokenizer = text.detokenizer(skip_special_tokens=True, after=prompt if continues else ())
-        self._text, self._reading, self._parser = text, reading, reading.parser()
+        self._text, self._reading, self._parser = text, reading, reading.parser(text.distinct_texts)
+        self._skip_special = options.skip_special_tokens
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
         self.reasoning_tokens = 0 if reading.format.reads_reasoning else None
@@ -121,14 +123,20 @@ class ParsedChoice(Choice):
     def _read(self, token: int, stop_token: bool) -> Delta:
         """Give ``token`` to the parser. One that ends the output is only shown to it if it is a control token, which
         may be a marker."""
-        before = self._parser.reasoning
+        before, ends = self._parser.reasoning, stop_token and not self._include_stop
         if self._text.is_special(token):
-            text = self._detokenizer.push(token)
-            delta = _merged([self._parser.push(text), self._parser.push(self._text.token_text(token), True)])
-        elif stop_token and not self._include_stop:
+            text, hidden = self._detokenizer.push(token), self._skip_special or ends
+            spelled = self._text.token_text(token)
+            delta = _merged([self._parser.push(text), self._parser.push(spelled, hidden, whole=True)])
+        elif ends:
             return Delta()
         else:
-            delta = self._parser.push(self._detokenizer.push(token))
+            text, marker = self._detokenizer.push(token), self._text.distinct_tokens.get(token, "")
+            if marker and text.endswith(marker):
+                text = text.removesuffix(marker)
+                delta = _merged([self._parser.push(text), self._parser.push(marker, whole=True)])
+            else:
+                delta = self._parser.push(text)
         if self.reasoning_tokens is not None and (before or delta.reasoning or self._parser.reasoning):
             self.reasoning_tokens += 1
         return delta

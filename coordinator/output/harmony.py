@@ -19,7 +19,8 @@ _END = markers("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)
 _HEADER = markers(START, CHANNEL, MESSAGE, CONSTRAIN)
 MARKERS = (*_END.texts, MESSAGE, CONSTRAIN)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_CHANNEL_SIGN = "\x1f"
+_CHANNEL = re.compile(_CHANNEL_SIGN + r"\s*(\w+)")
 _MOST_HEADER = 1024
 """Characters before the first marker of a header; a longer text is none."""
 
@@ -49,11 +50,16 @@ class HarmonyReader:
             ended_by = yield from (self._text("content") if header is None else self._message(header))
 
     def _header(self, begun_by: str) -> Generator[None, None, str | None]:
-        """Read a header up to its message. Return None, with nothing read, if no header follows."""
+        """Read a header up to its message, in which _CHANNEL_SIGN stands for the marker of a channel. Return None, with
+        nothing read, if no header follows."""
         stream = self._stream
-        parts = [CHANNEL] if begun_by == CHANNEL else []
+        parts = [_CHANNEL_SIGN] if begun_by == CHANNEL else []
+
+        def add(text: str) -> None:
+            parts.append(text.replace(_CHANNEL_SIGN, " "))
+
         while not parts:
-            found = _HEADER.find(stream.text, stream.at)
+            found = stream.find(_HEADER, stream.at)
             end = found.start() if found else len(stream.text) - _HEADER.held(stream.text, stream.at)
             if not _may_be_header(stream.text[stream.at : end]) or (stream.ended and not found):
                 return None
@@ -61,10 +67,10 @@ class HarmonyReader:
                 break
             yield
         while True:
-            marker = yield from stream.pass_until(_HEADER, parts.append)
+            marker = yield from stream.pass_until(_HEADER, add)
             if marker in ("", MESSAGE):
                 return "".join(parts)
-            parts.append(marker)
+            parts.append(_CHANNEL_SIGN if marker == CHANNEL else " ")
 
     def _message(self, header: str) -> Generator[None, None, str]:
         """Read the text of a message. Return the marker that ended it."""

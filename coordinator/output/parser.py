@@ -13,7 +13,7 @@ from coordinator.output.calls import (
     read_pythonic_calls,
 )
 from coordinator.output.deltas import Delta, DeltaWriter
-from coordinator.output.formats import OutputFormat, ReasoningFormat, ToolFormat
+from coordinator.output.formats import OutputFormat, ReasoningFormat, ToolFormat, pieces
 from coordinator.output.harmony import MARKERS, HarmonyReader
 from coordinator.output.parameters import read_parameters_call
 from coordinator.output.prose import Prose
@@ -27,7 +27,10 @@ class OutputParser:
 
     ``tools``: the request's tools, as objects with ``function`` or as functions. ``thinking``: the prompt ends inside
     reasoning. Without ``parse_tools`` or ``parse_reasoning`` the markers concerned are plain content. ``new_id``: makes
-    the identifier of a call, where the model writes none.
+    the identifier of a call, where the model writes none. ``tokens``: texts of added tokens of the tokenizer. A marker
+    with one of them counts only where that arrived as one token. Spelled by other tokens, as the tokenizer spells it
+    in strings of a client and as a model may repeat it, it is ordinary text. If the family's first marker of a call is
+    such a token, calls need a token.
 
     No text raises. Whitespace around reasoning, before a call and behind one is dropped. What begins as a call and is
     none (no name, arguments that are no object) is content, marker included. A tool's name need not be known, except
@@ -43,8 +46,9 @@ class OutputParser:
         parse_tools: bool,
         parse_reasoning: bool = True,
         new_id: Callable[[], str],
+        tokens: frozenset[str] = frozenset(),
     ) -> None:
-        self._stream = TextStream()
+        self._stream = TextStream(tokens)
         self._writer = DeltaWriter()
         tool_format = format.tools if parse_tools else None
         reasoning = format.reasoning if parse_reasoning else None
@@ -76,11 +80,11 @@ class OutputParser:
         """Whether the output is inside reasoning now."""
         return self._writer.in_reasoning
 
-    def push(self, text: str, special: bool = False) -> Delta:
-        """Return what ``text``, the text of the next token, adds. ``special``: it is a control token; one that is no
-        part of a marker is dropped."""
+    def push(self, text: str, special: bool = False, whole: bool = False) -> Delta:
+        """Return what ``text``, the text of the next token, adds. ``special``: it is a control token that content does
+        not show; one that is no part of a marker is dropped. ``whole``: it is an added token that content may show."""
         if text and (not special or self._markers is None or any(text in known for known in self._markers)):
-            self._stream.push(text, special)
+            self._stream.push(text, special, whole)
             self._resume()
         return self._writer.take()
 
@@ -134,11 +138,19 @@ class _Reader:
         self._context = context
         self._reasoning = reasoning
         self._opening: tuple[str, ...] = ()
+        self._every: tuple[str, ...] = ()
+        """Markers that may introduce a call inside a section of calls."""
         self._triggers: tuple[str, ...] = ()
+        """Those that may introduce one anywhere."""
+        self._section: tuple[str, ...] = ()
+        self._in_section = False
         self._closing: tuple[str, ...] = ()
         if context is not None:
             self._opening, self._closing = context.format.opening, context.format.closing
-            self._triggers = (*self._opening, *context.format.also)
+            self._every = self._triggers = (*self._opening, *context.format.also)
+            if any(map(stream.names_token, self._opening[:1])):  # text that no token marks is no call then
+                self._triggers = tuple(filter(stream.names_token, self._every))
+            self._section = pieces(context.format.section[1])
         self._marked = bool(self._opening)
         self._separator = "" if context is None or self._marked else context.format.between.strip()
 
@@ -151,7 +163,7 @@ class _Reader:
             yield from self._stream.accept(markers(self._reasoning.begin))
             marker = yield from self._reason(self._reasoning)
         while True:
-            if marker in self._triggers:
+            if marker in self._every:
                 marker = yield from self._calls(marker)
                 continue
             if not self._marked and not self._content.begun and self._context is not None:
@@ -168,17 +180,25 @@ class _Reader:
                     self._content.add(marker)
                 else:
                     marker = yield from self._reason(self._reasoning)
-            elif marker not in self._triggers:
+            elif marker not in self._every:
                 self._content.mark()
 
     def _expected(self) -> Markers:
         """Return the markers that may follow in content. Those that end calls are searched for once there is a call."""
-        texts = list(self._triggers)
+        texts = list(self._introductions())
         if self._reasoning is not None:
             texts += [self._reasoning.begin, *self._reasoning.around_content]
         if self._writer.calls:
             texts += [text for text in self._closing if text[0] in "<["]
         return markers(*texts)
+
+    def _introductions(self) -> tuple[str, ...]:
+        """Return the markers that may introduce a call here."""
+        return self._every if self._in_section else self._triggers
+
+    def _close(self, marker: str) -> None:
+        """Note that ``marker``, which ends calls or is "", was read."""
+        self._in_section = self._in_section and marker not in self._section
 
     def _reason(self, format: ReasoningFormat) -> Generator[None, None, str]:
         """Read reasoning to its end. Return the marker of a call if that ended it."""
@@ -214,6 +234,7 @@ class _Reader:
         assert self._context is not None
         stream, style = self._stream, self._context.format.style
         stream.record(len(marker))
+        self._in_section = self._in_section or (bool(self._section) and marker == self._opening[0])
         rest = self._opening[self._opening.index(marker) + 1 :] if marker in self._opening else ()
         while rest and (found := (yield from stream.accept(markers(*rest)))):
             rest = rest[rest.index(found) + 1 :]
@@ -236,13 +257,14 @@ class _Reader:
         stream = self._stream
         self._content.mark()
         if outcome == "broken":
-            marker = yield from stream.pass_until(markers(*self._triggers, *self._closing), _ignore)
-            if marker in self._triggers:
+            marker = yield from stream.pass_until(markers(*self._introductions(), *self._closing), _ignore)
+            if marker in self._every:
                 return marker
+            self._close(marker)
         while (yield from stream.skip_space()) == "}":
             stream.at += 1
         for _ in self._closing:
-            yield from stream.accept(markers(*self._closing))
+            self._close((yield from stream.accept(markers(*self._closing))))
         if self._separator:
             yield from stream.accept(markers(self._separator))
         return ""

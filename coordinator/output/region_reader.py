@@ -107,7 +107,11 @@ class RegionReader:
         if marker in self._slow:
             return None
         try:
-            return marker.search(self._stream.text, self._stream.at, self._stream.ended)
+            stream = self._stream
+            found = marker.search(stream.text, stream.at, stream.ended)
+            while found is not None and not found.partial and not stream.genuine(*found.span()):
+                found = marker.search(stream.text, found.start() + 1, stream.ended)
+            return found
         except TimeoutError:
             self._slow.add(marker)
             return None

@@ -44,30 +44,66 @@ def markers(*texts: str) -> Markers:
     return Markers(tuple(dict.fromkeys(text for text in texts if text)))
 
 
-class TextStream:
-    """The unread part of one output."""
+@functools.lru_cache(maxsize=16)
+def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
-    def __init__(self) -> None:
+
+class TextStream:
+    """The unread part of one output. ``tokens``: texts that only stand for markers, or parts of them, where they
+    arrived as one token of the tokenizer. Spelled by other tokens they are ordinary text."""
+
+    def __init__(self, tokens: frozenset[str] = frozenset()) -> None:
         self.text = ""
         self.at = 0
         """Index of the first unread character in ``text``."""
         self.ended = False
+        self._tokens = _any_of(tokens) if tokens else None
+        self._arrived = set[tuple[int, int]]()
+        """Places of text that arrived as such a token."""
         self._control: list[tuple[int, int]] = []
         self._record: list[str] | None = None
         self._record_from = 0
 
-    def push(self, text: str, control: bool = False) -> None:
-        """Append ``text`` and drop what was read, except its last character. ``control``: this is a control token."""
+    def push(self, text: str, control: bool = False, whole: bool = False) -> None:
+        """Append ``text`` and drop what was read, except its last character. ``control``: this is a control token,
+        which prose does not show. ``whole``: this is one token, added to the vocabulary with this text."""
         if self._record is not None:
             self._record.append(self.text[self._record_from : self.at])
         dropped = max(self.at - 1, 0)
         if self._control:
             self._control = [(first - dropped, last - dropped) for first, last in self._control if first >= self.at]
+        if self._arrived:
+            self._arrived = {(first - dropped, last - dropped) for first, last in self._arrived if first >= self.at}
         self.text = self.text[dropped:] + text
         self.at -= dropped
         self._record_from = self.at
+        place = (len(self.text) - len(text), len(self.text))
         if control:
-            self._control.append((len(self.text) - len(text), len(self.text)))
+            self._control.append(place)
+        if (control or whole) and self._tokens is not None:
+            self._arrived.add(place)
+
+    def find(self, searched: Markers, at: int) -> re.Match[str] | None:
+        """Return the first marker in the text from index ``at`` on, None if there is none."""
+        found = searched.find(self.text, at)
+        while found is not None and not self.genuine(*found.span()):
+            found = searched.find(self.text, found.start() + 1)
+        return found
+
+    def genuine(self, start: int, end: int) -> bool:
+        """Return whether the text between two indices, which reads as a marker, is one."""
+        if self._tokens is None:
+            return True
+        return all(token.span() in self._arrived for token in self._tokens.finditer(self.text, start, end))
+
+    def names_token(self, marker: str) -> bool:
+        """Return whether ``marker`` only counts where it, or part of it, arrived as a token."""
+        return self._tokens is not None and self._tokens.search(marker) is not None
+
+    def begins_with(self, text: str) -> bool:
+        """Return whether the unread text begins with the marker ``text``."""
+        return self.text.startswith(text, self.at) and self.genuine(self.at, self.at + len(text))
 
     def verbatim(self, end: int) -> str:
         """Read up to index ``end``; return that text, control tokens too."""
@@ -106,7 +142,7 @@ class TextStream:
         """Read to the end of the first marker and emit the text before it. Return the marker, or "" if the output
         ended."""
         while True:
-            found = searched.find(self.text, self.at)
+            found = self.find(searched, self.at)
             end = len(self.text) - (0 if self.ended else searched.held(self.text, self.at))
             if found is not None and found.start() <= end:
                 if found.start() > self.at:
@@ -137,10 +173,10 @@ class TextStream:
         yield from self.skip_space()
         while True:
             for text in searched.texts:
-                if self.text.startswith(text, self.at):
+                if self.begins_with(text):
                     self.at += len(text)
                     return text
             rest = self.text[self.at : self.at + searched.longest]
-            if self.ended or not any(text.startswith(rest) for text in searched.texts):
+            if self.ended or not any(len(text) > len(rest) and text.startswith(rest) for text in searched.texts):
                 return ""
             yield

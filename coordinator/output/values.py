@@ -86,7 +86,7 @@ def read_string(stream: TextStream, emit: Emit, notation: Notation = JSON) -> Ge
     """Read a quoted string, of which the opening quote is unread, and emit it as JSON with its quotes. Return whether
     it was complete."""
     emit('"')
-    if notation.quote and stream.text.startswith(notation.quote, stream.at):
+    if notation.quote and stream.begins_with(notation.quote):
         stream.at += len(notation.quote)
         closed = yield from stream.pass_until(markers(notation.quote), lambda text: emit(encode(text)))
     else:
@@ -296,7 +296,7 @@ class _Reader:
             return False
         while len(stream.text) - stream.at < len(quote) and not stream.ended:
             yield
-        return stream.text.startswith(quote, stream.at)
+        return stream.begins_with(quote)
 
     def _word(self) -> Generator[None, None, str]:
         """Read an unquoted word; return "" if none stands here."""

@@ -35,6 +35,20 @@ def control_tokens(tokenizer: Tokenizer, declared: Collection[str] = ()) -> list
     return [text for text, special in texts.items() if text and (special or _CONTROL_SHAPES.fullmatch(text))]
 
 
+def distinct_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the added tokens, by id, that grammars tell apart from text that spells them: those that
+    ``tokenizer.json`` marks as special, and those of the form ``<...>``, as llguidance does. Words and single
+    characters are left out, since they are text too."""
+    added: Mapping[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+    return {
+        token: each.content
+        for token, each in added.items()
+        if (each.special or (each.content.startswith("<") and each.content.endswith(">")))
+        and len(each.content) > 1
+        and not each.content.isalnum()
+    }
+
+
 class ControlTokens:
     """The tokenizer with renamed control tokens, and the replacement of control tokens in a prompt. ``texts``: the
     original spellings of the control tokens."""

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, normalizers
 from common.core.errors import RequestError, StartError
 from coordinator.requests.spec import ChatBody
 from coordinator.text.chat_template import ChatTemplate
-from coordinator.text.control_tokens import ControlTokens
+from coordinator.text.control_tokens import ControlTokens, distinct_tokens
 from coordinator.text.output_format import AUTO, choose_format, ends_in_reasoning, marker_tokens
 from coordinator.text.slices import SLICE_CHARS, encode_slices
 from coordinator.text.templates import ChatTemplates, template_sources
@@ -76,6 +76,9 @@ class TextModel:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # encode in the calling thread, a lane
         self.directory, self.vocab_size = directory, vocab_size
         self.tokenizer = _load_tokenizer(directory)
+        self.distinct_tokens = distinct_tokens(self.tokenizer)
+        """Texts of the tokens, by id, that only count as markers in an output where they are these tokens."""
+        self.distinct_texts = frozenset(self.distinct_tokens.values())
         self._names = read_token_names(directory, self.tokenizer)
         special = self._names.special
         make_special(self.tokenizer, special)

@@ -58,9 +58,31 @@ def test_markers_that_are_tokens_are_seen(tmp_path: Path, special: bool, sentenc
     output = f'{THINK}hm{UNTHINK}so {OTHER}{OPEN}{{"name": "weather", "arguments": {{"x": "é"}}}}{CLOSE}'
     choice = read(text, output, skip_special_tokens=skip)
     message = choice.message()
-    assert (message["content"], message["reasoning"], choice.finish_reason) == ("so", "hm", "tool_calls")
+    content = "so" if skip else f"so {OTHER}"
+    assert (message["content"], message["reasoning"], choice.finish_reason) == (content, "hm", "tool_calls")
     assert json.loads(choice.calls[0].json()["function"]["arguments"]) == {"x": "é"}
     assert choice.reasoning_tokens == 2 + len("hm")
+
+
+@pytest.mark.parametrize("sentencepiece", [False, True])
+@pytest.mark.parametrize("special", [False, True])
+def test_markers_that_other_tokens_spell_are_text(tmp_path: Path, special: bool, sentencepiece: bool) -> None:
+    """As a model writes them that repeats a string of a client, in which they are no tokens."""
+    text = with_tokens(tmp_path, special=special, sentencepiece=sentencepiece)
+    output = f'{THINK}hm{UNTHINK}so {OPEN}{{"name": "weather", "arguments": {{"x": 1}}}}{CLOSE}'
+    ids = [token for letter in output for token in text.encode(letter, add_special_tokens=False)]
+    assert not text.distinct_tokens.keys() & set(ids)
+    body = parse_chat(ASKED)
+    choice = ParsedChoice(0, [], body.options, text, None, OutputReading(text.output, body.tool_use, False, True))
+    ids.append(text.tokenizer.token_to_id("<|eos|>"))
+    list(choice.feed(ids, [None] * len(ids), FinishReason.STOP))
+    assert (choice.message()["content"], choice.message()["reasoning"], choice.calls) == (output, None, [])
+    assert choice.finish_reason == "stop" and choice.reasoning_tokens == 0
+
+
+def test_the_token_that_ends_an_output_is_never_shown(tmp_path: Path) -> None:
+    choice = read(with_tokens(tmp_path, special=False), f"so{OTHER}", skip_special_tokens=False)
+    assert choice.message()["content"] == f"so{OTHER}" and choice.finish_reason == "stop"
 
 
 def test_a_named_tool_ends_with_stop_as_at_openai(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def parser_of(
     parse_tools: bool = True,
     parse_reasoning: bool = True,
     known: Sequence[dict[str, object]] = TOOLS,
+    tokens: frozenset[str] = frozenset(),
 ) -> OutputParser:
     numbers = itertools.count()
     format = OutputFormat(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
@@ -105,11 +106,16 @@ def parser_of(
         parse_tools=parse_tools,
         parse_reasoning=parse_reasoning,
         new_id=lambda: f"call_{next(numbers)}",
+        tokens=tokens,
     )
 
 
 def parser_for(
-    template: dict[str, Any], thinking: bool = False, parse_tools: bool = True, reasons: bool = True
+    template: dict[str, Any],
+    thinking: bool = False,
+    parse_tools: bool = True,
+    reasons: bool = True,
+    tokens: frozenset[str] = frozenset(),
 ) -> OutputParser:
     """Return the parser of a model with the response template ``template``."""
     regions, numbers = load(template), itertools.count()
@@ -121,11 +127,13 @@ def parser_for(
         parse_tools=parse_tools,
         parse_reasoning=reasons,
         new_id=lambda: f"call_{next(numbers)}",
+        tokens=tokens,
     )
 
 
-def read(parser: OutputParser, tokens: Iterable[tuple[str, bool]]) -> Read:
-    deltas = [parser.push(text, special) for text, special in tokens]
+def read(parser: OutputParser, tokens: Iterable[tuple[str, bool] | tuple[str, bool, bool]]) -> Read:
+    """Return what ``parser`` reads in ``tokens``, the arguments of its method ``push``."""
+    deltas = [parser.push(*token) for token in tokens]
     done = add_up([*deltas, parser.finish()])
     assert parser.made_calls == bool(done.calls)
     return done
