@@ -2,7 +2,8 @@
 
 A task that several requests wait for is screened once. Verdicts are kept: grammars until the cache is full, errors for
 20 s. A task that takes long gives its slot up and goes on beside the others; where too many do, the oldest is refused
-with 429. So grammars that take long, however many clients send them, do not hold up ordinary ones. The child (:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
+with 429. So grammars that take long, however many clients send them, do not hold up ordinary ones. The child
+(:mod:`coordinator.grammar.screening`) is started by the first task, and started again if it dies.
 """
 
 from __future__ import annotations
