@@ -9,10 +9,13 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
 from common.grammar.limits import GIVE_UP_S, parser_limits
+from common.grammar.matcher import Mask
 
 if TYPE_CHECKING:  # an engine without grammars does not need it
     from llguidance import LLMatcher, LLTokenizer
@@ -21,6 +24,14 @@ log = logging.getLogger("tandem.grammar")
 
 KEPT = 128
 """Compiled grammars kept, those that were used last."""
+
+
+class CompiledGrammar(NamedTuple):
+    """A grammar for all sequences that have it. ``start``: the matcher at its start, only to be copied. ``first``: the
+    mask there as llguidance computes it, which may take milliseconds with a large vocabulary."""
+
+    start: LLMatcher
+    first: Mask
 
 
 class CompiledGrammars:
@@ -37,13 +48,12 @@ class CompiledGrammars:
         self._path, self._threads, self._kept = tokenizer, threads, kept
         self.vocab_size = vocab_size
         self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._tokenizer: LLTokenizer | None = None
         self._reading, self._changing = Lock(), Lock()
 
-    def request(self, grammar: str) -> Future[LLMatcher]:
-        """Return the matcher of ``grammar`` at its start, now or later; it is only to be copied. The future raises
-        GrammarError if there is none."""
+    def request(self, grammar: str) -> Future[CompiledGrammar]:
+        """Return ``grammar`` compiled, now or later. The future raises GrammarError if that is not possible."""
         with self._changing:
             future = self._compiled.pop(grammar, None)
             if future is None:
@@ -53,14 +63,14 @@ class CompiledGrammars:
                 self._compiled.popitem(last=False)
             return future
 
-    def alone(self, grammar: str) -> LLMatcher:
+    def alone(self, grammar: str) -> CompiledGrammar:
         """Compile ``grammar`` again for one sequence, and forget the matcher that others have copied: copies share the
         states of one lexer, so what one of them did counts against the limits of all. Raises GrammarError."""
         with self._changing:
             self._compiled.pop(grammar, None)
         return self._compile(grammar)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> CompiledGrammar:
         from llguidance import LLMatcher
 
         started = perf_counter()
@@ -70,7 +80,12 @@ class CompiledGrammars:
             raise GrammarError(FAILED, f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
         if seconds > GIVE_UP_S:
             raise GrammarError(TOO_COMPLEX, f"the grammar took {seconds:.1f} s to compile")
-        return matcher
+        first: Mask = np.zeros((self.vocab_size + 31) // 32, np.int32)
+        beginning = matcher.deep_copy()
+        beginning.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+        if beginning.is_error():
+            raise GrammarError(TOO_COMPLEX, f"the grammar is too complex: {_first_line(beginning.get_error())}")
+        return CompiledGrammar(matcher, first)
 
     def tokenizer(self) -> LLTokenizer:
         """Return the vocabulary, which the first call reads. Raises GrammarError if the checkpoint has none."""

@@ -103,8 +103,8 @@ class SequenceGrammar:
 
     def _fill(self, output: OutputTokens) -> None:
         if self._matcher is None:
-            start = self._grammars.alone(self._sampling.grammar) if self._alone else self._compiled.result(GIVE_UP_S)
-            self._matcher = Matcher(start, self._sampling, self._grammars.vocab_size)
+            known = self._grammars.alone(self._sampling.grammar) if self._alone else self._compiled.result(GIVE_UP_S)
+            self._matcher = Matcher(known, self._sampling, self._grammars.vocab_size)
         matcher, started = self._matcher, thread_time()
         new = output.since(matcher.length)
         matcher.follow(new)

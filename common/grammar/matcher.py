@@ -14,6 +14,8 @@ from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from common.grammar.compiled import CompiledGrammar
+
 Mask = npt.NDArray[np.int32]
 """A mask has one bit per token id: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may follow."""
 
@@ -30,8 +32,9 @@ class Matcher:
     nothing else can follow.
     """
 
-    def __init__(self, start: LLMatcher, sampling: SamplingParams, vocab_size: int) -> None:
-        self._inner = start.deep_copy()
+    def __init__(self, grammar: CompiledGrammar, sampling: SamplingParams, vocab_size: int) -> None:
+        self._inner = grammar.start.deep_copy()
+        self._first = grammar.first
         self._ends = [token for token in sampling.ending_token_ids if token < vocab_size]
         self._ignored = [token for token in sampling.eos_token_ids if token < vocab_size and sampling.ignore_eos]
         self._min_tokens = sampling.min_tokens
@@ -89,7 +92,10 @@ class Matcher:
         if forced := self.forced():
             allow(mask, forced[0])
             return True
-        self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self.length:
+            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        else:
+            mask[:] = self._first
         self.settle(mask)
         return False
 

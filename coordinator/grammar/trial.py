@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.grammar.limits import Spending
 
-OUTPUTS, TOKENS = 4, 16
+OUTPUTS, TOKENS = 4, 64
 """Random outputs, and maximum tokens of each."""
 SHARE = 0.5
 """What a mask may take, as a share of the workers' bounds."""
@@ -38,21 +38,21 @@ def affordable(matcher: LLMatcher, tokenizer: LLTokenizer) -> LLMatcher:
     state = matcher
     for output in range(OUTPUTS):
         state = matcher.deep_copy()
-        _follow(state, closers if output % 2 else [], rng)
+        _follow(state, tokenizer.eos_tokens, closers if output % 2 else [], rng)
         if state.is_error() or thread_time() - began > ENOUGH_S:
             break
     return state
 
 
-def _follow(state: LLMatcher, closers: list[int], rng: random.Random) -> None:
-    """Let ``state`` follow a random output. Raises TooSlow."""
+def _follow(state: LLMatcher, ends: list[int], closers: list[int], rng: random.Random) -> None:
+    """Let ``state`` follow a random output without the tokens ``ends``. Raises TooSlow."""
     spending, followed, tokens = Spending(SHARE), 0.0, 0
     for _ in range(TOKENS):
         started = thread_time()
         mask = state.compute_bitmask()
         if spending.exceeded(thread_time() - started + followed, followed, tokens):
             raise TooSlow
-        token = _chosen(mask, closers, rng)
+        token = _chosen(mask, ends, closers, rng)
         if state.is_error() or token is None:
             return
         started = thread_time()
@@ -64,8 +64,11 @@ def _follow(state: LLMatcher, closers: list[int], rng: random.Random) -> None:
             return
 
 
-def _chosen(mask: bytes, closers: list[int], rng: random.Random) -> int | None:
-    """Return a random token out of ``mask``, None if it is empty."""
+def _chosen(given: bytes, ends: list[int], closers: list[int], rng: random.Random) -> int | None:
+    """Return a random token out of the mask ``given`` that is not among ``ends``, None if there is none."""
+    mask = bytearray(given)
+    for token in ends:
+        mask[token >> 3] &= ~(1 << (token & 7)) & 0xFF
     allowed = [token for token in closers if mask[token >> 3] >> (token & 7) & 1]
     if allowed and rng.random() < 0.5:
         return rng.choice(allowed)

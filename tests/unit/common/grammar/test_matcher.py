@@ -36,12 +36,12 @@ COMPILED = CompiledGrammars(TOKENIZER, TOKENS, (EOS,), THREADS)
 
 
 def start(grammar: str) -> LLMatcher:
-    return COMPILED.request(grammar).result()
+    return COMPILED.request(grammar).result().start
 
 
 def matcher(grammar: str, **fields: Any) -> Matcher:
     sampling = SamplingParams(99, 0, grammar=grammar, **{"eos_token_ids": (EOS,), **fields})
-    return Matcher(start(grammar), sampling, TOKENS)
+    return Matcher(COMPILED.request(grammar).result(), sampling, TOKENS)
 
 
 def mask_of(one: Matcher) -> tuple[list[int], bool]:
@@ -167,6 +167,15 @@ def test_without_a_tokenizer_only_grammars_fail(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(GrammarError, match="not understood"):
         none.request('start: "b"').result()
+
+
+def test_first_masks_come_with_the_compiled_grammar() -> None:
+    found = COMPILED.request("start: /[ab]/").result()
+    sampling = SamplingParams(99, 0, grammar="start: /[ab]/", eos_token_ids=(EOS,))
+    known, mask = np.zeros_like(found.first), np.zeros_like(found.first)
+    known[0] = 0b1000
+    Matcher(found._replace(first=known), sampling, TOKENS).fill(mask)
+    assert allowed(mask) == [3]
 
 
 def test_the_least_recently_used_grammars_are_dropped() -> None:
