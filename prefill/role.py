@@ -18,14 +18,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import KeysView
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from common.core.errors import WireError
-from common.core.ids import Incarnation, SequenceId, TransferId, pack_tokens, transfer_holder
+from common.core.ids import BlockId, Incarnation, SequenceId, TransferId, pack_tokens, transfer_holder
 from common.core.request import FinishReason
-from common.core.sequence import Batch, Sequence
+from common.core.sequence import Batch, Segment, Sequence
 from common.engine.scheduler import Sampled
 from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.device_calls import Event
@@ -83,8 +84,6 @@ class PrefillWorker(Worker):
             host=urlsplit(self.settings.data_address).hostname or "127.0.0.1",
         )
         self.engine.on_layer = self._on_layer
-        if self.engine.grammars is not None:
-            self.engine.grammars.patient = True
 
     def close_links(self) -> None:
         self.sender.close()
@@ -182,7 +181,7 @@ class PrefillWorker(Worker):
         if now - self._looked_at < LOOK_S and done < len(self.engine.layout.layers):
             return
         for segment, table in zip(batch.segments, batch.tables, strict=True):
-            self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
+            self._computed(segment, table, done, now)
         self._pump(now)
 
     def _on_launched_layer(self, done: int, memory: CudaMemory) -> None:
@@ -191,12 +190,22 @@ class PrefillWorker(Worker):
         sampling must be launched."""
         batch, now, event = self._batch, self.clock(), memory.mark()
         for segment, table in zip(batch.segments, batch.tables, strict=True):
-            self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now, event)
+            self._computed(segment, table, done, now, event)
         before, self._last_event = self._last_event, event
         if done == len(self.engine.layout.layers) > 1:
             while not self.sender.has_ended(before):
                 self._pump(self.clock())
                 self.channels.poll(LISTEN_S)
+
+    def _computed(
+        self, segment: Segment, table: Seq[BlockId], layers: int, now: float, after: Event | None = None
+    ) -> None:
+        """Send what the running step has computed of ``segment`` in ``layers`` layers, but for the last token of a
+        prompt with a grammar: it is computed again if its mask is late, and must not change under way. It is sent at
+        the hand-over."""
+        end = segment.end - (segment.sequence.constrained and segment.wants_token)
+        if end > segment.start:
+            self.sender.computed(segment.sequence.id.transfer, table, end, layers, now, after)
 
     def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
         """Send the first tokens of completed prompts to the coordinator before anything else, then hand over the KV."""
@@ -245,6 +254,9 @@ class PrefillWorker(Worker):
             return
         prompt = self._prompts[transfer]
         prompt.table = self.planner.detach(prompt.sequence, transfer_holder(transfer))
+        if prompt.sequence.constrained:
+            layers = len(self.engine.layout.layers)
+            self.sender.computed(transfer, prompt.table.blocks, prompt.sequence.computed, layers, now)
         self.sender.finish(transfer, first, now)
 
     def _figures(self, sequence: Sequence, now: float) -> dict[str, float]:

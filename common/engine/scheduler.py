@@ -88,6 +88,9 @@ class Planner:
         self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
         self.release: Callable[[BlockTable], None] = cache.close
         """Returns the blocks of a sequence that is over to the pool; later, if launched steps may still touch them."""
+        self.held: Callable[[Sequence], bool] = lambda sequence: False
+        """Whether the token behind the known ones cannot be sampled yet, as its mask is still being computed: then the
+        last known token is in no step, so that nothing is computed twice and the others do not wait."""
         self.preemptions = 0
         self.queried_tokens = self.hit_tokens = 0
         """Tokens of all sequences admitted for the first time, and how many of them the prefix cache had."""
@@ -265,7 +268,8 @@ class Planner:
 
     def _plan_decodes(self, step: _Step) -> int:
         # make room for all of them first, in rank order: a sequence that is placed in the step must not be parked
-        ready = [entry for entry in self._running[:] if entry.sequence.streams and self._room(entry)]
+        streams = [entry for entry in self._running if entry.sequence.streams and not self._held(entry)]
+        ready = [entry for entry in streams if self._room(entry)]
         placed = [entry for entry in self._next_in_turn(ready) if entry.sequence.streams]
         budget = self.max_tokens - len(placed)
         for entry in placed:
@@ -307,9 +311,13 @@ class Planner:
         return entry.rank < self._running[self.max_sequences - 1].rank
 
     def _chunk(self, step: _Step, entry: _ScheduledSequence, budget: int) -> int:
-        length = min(entry.sequence.missing, budget)
-        self._place(step, entry, length)
+        missing = entry.sequence.missing - self._held(entry)
+        if length := min(missing, budget):
+            self._place(step, entry, length)
         return length
+
+    def _held(self, entry: _ScheduledSequence) -> bool:
+        return entry.sequence.constrained and self.held(entry.sequence)
 
     def _place(self, step: _Step, entry: _ScheduledSequence, length: int) -> None:
         if entry.table is None or length < 1:

@@ -5,9 +5,10 @@
 
 A hostile grammar must not slow down the streams beside it. So a sequence is a *suspect* until it has got a mask within
 :data:`common.grammar.limits.SUSPECT_S`. A step waits for the masks of the others, at most WAIT_S. Suspects have threads
-of low priority, for which a step waits only if it has nothing else to sample. A row without a mask is late: its
-sequence takes part in the next step again, and gets the same token there, since forced tokens and masks depend on the
-output alone.
+of low priority, for which a step waits only if it has nothing else to sample. A row without a mask is late: its last
+token is computed again in a later step. A worker leaves its sequence out of its steps until the mask is there
+(:meth:`Grammars.held`), so that nothing waits for it. It gets the same token as without that, since forced tokens and
+masks depend on the output alone.
 
 llguidance computes without the interpreter lock. Its own thread pool is not used: it does not say how long each mask
 took.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,11 +140,13 @@ class SequenceGrammar:
 @dataclass(slots=True)
 class StepMasks:
     """The masks of one step. ``rows``: the index of each segment, the length of its output, and its grammar;
-    ``others``: whether the step samples rows that need no mask. :meth:`finish` sets the rest, by index."""
+    ``others``: whether the step samples rows that need no mask. ``wait_s``, ``on_mask``: those of :class:`Grammars`.
+    :meth:`finish` sets the rest, by index."""
 
     rows: list[tuple[int, int, SequenceGrammar]]
     others: bool
-    patient: bool
+    wait_s: float = GIVE_UP_S
+    on_mask: Callable[[], None] | None = None
     ready: dict[int, SequenceGrammar] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     refusals: dict[int, Refusal] = field(default_factory=dict)
@@ -151,10 +154,10 @@ class StepMasks:
     def finish(self) -> None:
         """Wait for the masks that the step waits for, and sort its rows."""
         known = [grammar for _, _, grammar in self.rows if not grammar.suspect]
-        if self.patient or not (known or self.others):
-            _wait([grammar for _, _, grammar in self.rows], GIVE_UP_S)
+        if known or self.others:
+            _wait(known, WAIT_S if self.others else self.wait_s)
         else:
-            _wait(known, WAIT_S if self.others else GIVE_UP_S)
+            _wait([grammar for _, _, grammar in self.rows], self.wait_s)
         now = perf_counter()
         for index, length, grammar in self.rows:
             if grammar.refusal is not None:
@@ -164,7 +167,13 @@ class StepMasks:
             elif grammar.busy and now - grammar.began_at > GIVE_UP_S:
                 self.refusals[index] = _TOO_SLOW
             else:
-                self.late.add(index)
+                self._leave_out(index, grammar)
+
+    def _leave_out(self, index: int, grammar: SequenceGrammar) -> None:
+        self.late.add(index)
+        on_mask = self.on_mask
+        if on_mask is not None and grammar.job is not None:
+            grammar.job.add_done_callback(lambda _: on_mask())
 
     def settle(self, result: StepResult) -> None:
         """Take the rows without a mask out of ``result``, and give forced tokens their log-probability."""
@@ -183,11 +192,14 @@ class Grammars:
     """The grammars of one worker, over the vocabulary in ``tokenizer`` (see :class:`CompiledGrammars`). All methods are
     for the thread that runs the engine."""
 
+    wait_s = GIVE_UP_S
+    """Longest wait of a step for its masks if it samples nothing else. A worker's loop, which leaves sequences out
+    while they are :meth:`held`, sets WAIT_S: new prompts must not wait."""
+    on_mask: Callable[[], None] | None = None
+    """Called when the mask of a late row is there, from the thread that has computed it."""
+
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
-        self.patient = False
-        """Whether a step waits for all masks, as on prefill, where no streams run: a prompt's last token is not
-        computed twice, as it is on its way to decode."""
         self._threads = ThreadPoolExecutor(_THREADS, "masks")
         self._suspect_threads = ThreadPoolExecutor(_THREADS, "suspect-masks", _lower_priority)
         self._compiled = CompiledGrammars(tokenizer, vocab_size, eos_token_ids, self._suspect_threads)
@@ -221,7 +233,14 @@ class Grammars:
             job = self._threads.submit(_compute, part)
             for grammar, _ in part:
                 grammar.job = job
-        return StepMasks(rows, others, self.patient)
+        return StepMasks(rows, others, self.wait_s, self.on_mask)
+
+    @staticmethod
+    def held(sequence: Tokens) -> bool:
+        """Return whether the mask of the next token of ``sequence`` is still being computed. Not for longer than
+        GIVE_UP_S: then a step refuses it."""
+        grammar = sequence.matcher
+        return isinstance(grammar, SequenceGrammar) and grammar.busy and perf_counter() - grammar.began_at <= GIVE_UP_S
 
     def force(self, sequence: Tokens) -> list[int]:
         """Return the tokens that the grammar of ``sequence`` forces after its output, to be appended at once. None if
@@ -245,7 +264,7 @@ def begin_masks(grammars: Grammars | None, batch: Batch, sampled: Sequence[int])
     if not rows:
         return None
     if grammars is None:
-        return StepMasks([], False, False, refusals={index: UNKNOWN for index, _ in rows})
+        return StepMasks([], False, refusals={index: UNKNOWN for index, _ in rows})
     return grammars.begin(rows, others=len(rows) < len(sampled))
 
 

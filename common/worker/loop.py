@@ -21,7 +21,7 @@ from common.core.ids import TransferId
 from common.core.sequence import Batch, StepResult
 from common.engine.launched import StepLauncher
 from common.engine.scheduler import Planner, Sampled
-from common.grammar.masks import Grammars
+from common.grammar.masks import WAIT_S, Grammars
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.storage.cuda import Memory
@@ -51,7 +51,7 @@ from common.worker.prompt_reports import PromptReports
 from common.worker.report import HandoffCounts, WorkerReport
 from common.worker.step_times import StepTimeEstimator
 from common.worker.steps import StepRunner
-from common.worker.waker import DEVICE_FAILED, LoopWaker
+from common.worker.waker import DEVICE_FAILED, MASK_READY, LoopWaker
 
 log = logging.getLogger("tandem.worker")
 
@@ -149,6 +149,9 @@ class Worker(abc.ABC):
         self._stopped = False
         self._swept_at = self._published_at = 0.0
         self._waker = LoopWaker(self.channels)
+        if engine.grammars is not None:
+            self.planner.held = engine.grammars.held
+            engine.grammars.wait_s, engine.grammars.on_mask = WAIT_S, self._waker.mask_ready
         self._prefault = PoolPrefault(engine.memory, self.cache.pool, settings.ahead_bytes)
         self._overlap = Overlap(self, engine.launch) if self.overlaps and engine.launch is not None else None
         self._advance = self.steps.advance if self._overlap is None else self._overlap.advance
@@ -321,6 +324,8 @@ class Worker(abc.ABC):
         if seconds and cores is not None:
             cores.take_back()
         for number in self._waker.read(ready):
+            if number == MASK_READY:
+                continue
             if number == DEVICE_FAILED:
                 self._stopped = True
                 continue

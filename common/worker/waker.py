@@ -1,4 +1,5 @@
-"""Wakes a worker's loop, which sleeps in a poll, for signals and for a failure of its device."""
+"""Wakes a worker's loop, which sleeps in a poll, for signals, for masks that were late, and for a failure of its
+device."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from collections.abc import Collection, Iterator
 
 from common.net.sockets import Channels
 
-DEVICE_FAILED = 0
-"""The byte that stands for a failure of the device; a signal's byte is its number, from 1 on."""
+DEVICE_FAILED, MASK_READY = 0, 255
+"""The bytes that stand for a failure of the device, and for the mask of a row that was late. A signal's byte is its
+number, from 1 to 64."""
 
 
 class LoopWaker:
-    """A socket that the loop polls. Within :meth:`attached` it gets a byte for each SIGTERM, each Ctrl-C, and for a
-    failure of the device."""
+    """A socket that the loop polls. Within :meth:`attached` it gets a byte for each SIGTERM, each Ctrl-C, each late
+    mask, and for a failure of the device."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
@@ -30,6 +32,13 @@ class LoopWaker:
         self.device_fault = why
         if self._writer is not None:
             self._writer.send(bytes([DEVICE_FAILED]))
+
+    def mask_ready(self) -> None:
+        """Wake the loop. May be called from any thread."""
+        writer = self._writer
+        if writer is not None:
+            with contextlib.suppress(OSError):  # it is full, so the loop wakes anyway, or the loop has just ended
+                writer.send(bytes([MASK_READY]))
 
     def read(self, ready: Collection[object]) -> bytes:
         """Return the bytes that have arrived, if the socket is among the ``ready`` descriptors of a poll."""
