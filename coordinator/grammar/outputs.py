@@ -8,7 +8,7 @@ exactly if it begins like one of a known tool, which is how it is read.
 
 from __future__ import annotations
 
-from coordinator.grammar import lark
+from coordinator.grammar import lark, texts
 from coordinator.grammar.answers import answer
 from coordinator.grammar.errors import unsupported
 from coordinator.grammar.structural_tag import markers
@@ -72,10 +72,7 @@ class Output:
         """Return the expression for reasoning that has begun, its end, and ``rest``."""
         end = form.end.strip()
         if (token := self._vocabulary.control_id(end)) is None:
-            if self._task.max_reasoning_tokens is not None:
-                unsupported("is not supported: the reasoning of this model ends with text rather than a token.")
-            thoughts = self._grammar.rule("reasoning", f"{lark.ANY_TEXT} {lark.literal(end)}", "[lazy]")
-            return f"{thoughts} {self._space} {rest}"
+            return f"{self._text_thoughts(end)} {self._space} {rest}"
         ended = f"{lark.tokens(token)} {self._space} {rest}"
         trigger = None if self._calls is None or not form.ended_by_call else self._trigger()[0]
         if not isinstance(trigger, int):
@@ -91,6 +88,19 @@ class Output:
         if most == 0:
             return ""
         return self._other_tokens(*ids) + ("*" if most is None else f"{{0,{most}}}")
+
+    def _text_thoughts(self, end: str) -> str:
+        """Return the expression for reasoning up to the text ``end``, within the bound. Behind its last token the only
+        continuation is ``end``, so that this is forced."""
+        most = self._task.max_reasoning_tokens
+        if most is None:
+            return self._grammar.rule("reasoning", f"{lark.ANY_TEXT} {lark.literal(end)}", "[lazy]")
+        if most == 0:
+            return lark.literal(end)
+        within = self._grammar.other(texts.pieces_without(end))
+        # llguidance lets a part at the very beginning have one more token than its ``max_tokens``, unless that is 0
+        thoughts = self._grammar.rule("reasoning", within, f"[max_tokens={most - self._task.thinking}]")
+        return f"{thoughts} {lark.literal(end)}"
 
     def _around_content(self, form: ReasoningFormat) -> str:
         rest = self._rest()

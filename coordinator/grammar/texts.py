@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from llguidance import LLMatcher
 
 from coordinator.grammar import lark
+from coordinator.grammar.errors import unsupported
 
 _HOUR = "([01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR}:[0-5][0-9])"
@@ -165,6 +166,24 @@ def _group(atoms: Sequence[str]) -> str | None:
 def without(text: str) -> str:
     """Return the term for texts in which ``text`` does not occur."""
     return f"~{lark.regex(f'(?s:.*){re.escape(text)}(?s:.*)')}"
+
+
+def pieces_without(end: str) -> str:
+    """Return a grammar for texts without ``end``, in pieces that leave ``end`` behind them recognizable. Raises
+    GrammarError if the first character of ``end`` occurs in it again."""
+    first, *others = end
+    if first in others:
+        unsupported(f"is not supported: reasoning of this model ends with {end!r}.")
+    broken = begun = ""  # the first characters of ``end`` and another one, and those alone
+    for char in reversed(others):
+        broken = f"(?:[^{re.escape(first + char)}]{f'|{re.escape(char)}{broken}' if broken else ''})"
+    for char in reversed(others[:-1]):
+        begun = f"(?:{re.escape(char)}{begun})?"
+    pieces = (f"[^{re.escape(first)}]+", f"{re.escape(first)}{broken}", f"{re.escape(first)}{begun}")
+    return "start: (OTHER | BROKEN | BEGUN)*\n" + "\n".join(
+        f"{name}: {lark.regex(f'(?s:{piece})')}"
+        for name, piece in zip(("OTHER", "BROKEN", "BEGUN"), pieces, strict=True)
+    )
 
 
 def joined(given: Sequence[str]) -> str:

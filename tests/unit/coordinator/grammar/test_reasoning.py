@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from coordinator.grammar.errors import UNSUPPORTED
 from coordinator.grammar.task import Answer, Task, Tool
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.unit.coordinator.grammar.families import model_with
+from tests.unit.coordinator.grammar.test_tool_calls import tools_of
+from tests.unit.coordinator.output.transcripts import TRANSCRIPTS, Transcript
 
 THINK = ("<think>", "</think>")
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
@@ -44,6 +47,20 @@ def test_the_answer_is_constrained_behind_reasoning(
     assert model.accepts(model.grammar(task(thinking=thinking)), text) == fits
 
 
+@pytest.mark.parametrize(
+    "transcript", [each for each in TRANSCRIPTS if each.reasoning], ids=lambda each: each.text[:30]
+)
+def test_a_bound_changes_nothing_of_what_a_family_writes(transcript: Transcript) -> None:
+    """Reasoning that ends with text too, in front of tool calls."""
+    model, form = model_with(()), REASONING_FORMATS[transcript.reasoning]
+    if form.style == "channels" or form.anywhere:
+        return
+    options: dict[str, Any] = {"reasoning": form, "thinking": transcript.thinking}
+    made = Task(tools=tools_of(), tool_format=TOOL_FORMATS[transcript.tools], **options)
+    grammar, bounded = model.grammar(made), model.grammar(msgspec.structs.replace(made, max_reasoning_tokens=40))
+    assert model.accepts(bounded, transcript.text) == model.accepts(grammar, transcript.text)
+
+
 @pytest.mark.parametrize("answer", [X, None], ids=["json", "free"])
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("most", [0, 1, 5, 700])
@@ -71,10 +88,54 @@ def test_free_text_without_reasoning_stays_free() -> None:
     assert not model.begins(grammar, "<think>one two three four five six seven")
 
 
-def test_a_bound_needs_marked_reasoning() -> None:
-    assert model_with(()).verdict(task(max_reasoning_tokens=5)).code == UNSUPPORTED
+@pytest.mark.parametrize("name", ["qwen3", "granite", "mistral", "seed_oss", "cohere_command3", "gemma4"])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("most", [0, 1, 2, 9, 300])
+def test_a_bound_where_the_end_is_text_forces_the_whole_marker(name: str, thinking: bool, most: int) -> None:
+    model, form = model_with(()), REASONING_FORMATS[name]
+    end, word = form.end.strip(), model.ids(" a")[0]
+    state = model.matcher(model.grammar(task(reasoning=form, thinking=thinking, max_reasoning_tokens=most)))
+    if not thinking:
+        assert state.consume_tokens(model.ids(form.begin.strip()))
+    taken = 0
+    while word in model.allowed(state) and taken <= most:
+        assert state.consume_token(word)
+        taken += 1
+    assert taken == (0 if most == 1 and thinking else most)
+    forced = state.compute_ff_tokens()
+    assert model.tokenizer.decode_str(forced).startswith(end)
+
+
+def test_a_marker_that_has_begun_at_the_bound_is_continued() -> None:
+    model = model_with(())
+    begun = model.ids("</th")
+    state = model.matcher(model.grammar(task(thinking=True, max_reasoning_tokens=len(begun))))
+    assert state.consume_tokens(begun)
+    assert model.tokenizer.decode_str(state.compute_ff_tokens()).startswith("ink>")
+
+
+@pytest.mark.parametrize("most", [None, 50])
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('so</think>{"x": 1}', True),
+        ('</think>\n\n{"x": 1}', True),
+        ('<</</think>{"x": 1}', True),
+        ('<</th<</think>{"x": 1}', True),
+        ('a</think>{"x": ""}', False),
+        ('</think></think>{"x": 1}', False),
+        ('{"x": 1}', False),
+    ],
+)
+def test_a_bound_where_the_end_is_text_changes_nothing_within_it(most: int | None, text: str, fits: bool) -> None:
+    model = model_with(())
+    grammar = model.grammar(task(thinking=True, max_reasoning_tokens=most))
+    assert model.accepts(grammar, text) == fits
+
+
+def test_a_bound_on_analysis_needs_its_tokens() -> None:
     harmony = REASONING_FORMATS["harmony"]
-    assert model_with(()).verdict(task(reasoning=harmony)).code == UNSUPPORTED
+    assert model_with(()).verdict(task(reasoning=harmony, max_reasoning_tokens=5)).code == UNSUPPORTED
 
 
 TOOLS = (Tool("f", {"type": "object", "properties": {}, "additionalProperties": False}),)
