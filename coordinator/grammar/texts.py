@@ -171,7 +171,7 @@ def without(text: str) -> str:
 def pieces_without(end: str) -> str:
     """Return a grammar for texts without ``end``, in pieces that leave ``end`` behind them recognizable. Raises
     GrammarError if the first character of ``end`` occurs in it again."""
-    first, *others = end
+    first, others = end[0], end[1:]
     if first in others:
         unsupported(f"is not supported: reasoning of this model ends with {end!r}.")
     broken = begun = ""  # the first characters of ``end`` and another one, and those alone

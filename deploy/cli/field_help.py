@@ -29,7 +29,7 @@ FIELD_HELP = {
     "logit_bias": "Token id to a value from -100 to 100 that is added to its logit.",
     "logprobs": "Return the log-probability of each output token; `top_logprobs` adds alternatives.",
     "max_completion_tokens": "Longest output in tokens; wins over `max_tokens`. -1: what fits.",
-    "max_reasoning_tokens": "Longest reasoning in tokens, for models whose reasoning ends with a token of its own.",
+    "max_reasoning_tokens": "Longest reasoning in tokens, for models that mark its end.",
     "max_tokens": "Longest output in tokens; -1: what fits. Default: what fits for chats, at most 16 for completions.",
     "messages": "The conversation: roles system, developer, user, assistant, tool; text content only.",
     "min_p": "Smallest probability of a token, relative to the most likely one.",
