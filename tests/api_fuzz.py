@@ -1,9 +1,11 @@
 """``python -m tests.api_fuzz SCHEMATHESIS [OPTIONS]``: random requests by /openapi.json against ``tandem up``.
 
-Fails for a status of 500 or more, for an answer that the description does not allow, and for a malformed request that
-is accepted. Not checked is whether every request that fits the description is accepted: it cannot express the name of
-the model, the length of the context, or what a chat template refuses. POST /admin/scale is left out, because it would
-start as many workers as it is told to.
+Fails for a status of 500 or more, for an answer whose status, media type or schema the description does not have, and
+for a malformed request that is accepted. Not checked is whether every request that fits the description is accepted.
+About nine of ten are; the description cannot express for the others that prompt and output fit the context together,
+that token ids are in the vocabulary, what a chat template refuses, and how fields depend on each other
+(``stream_options`` on ``stream``, ``top_logprobs`` on ``logprobs``, ``min_tokens`` on ``max_tokens``, a choice of tools
+on ``tools``). POST /admin/scale is left out, because it would start as many workers as it is told to.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from coordinator.api.structured import format_constraint
 from coordinator.api.tools import MAX_TOOLS, OfferedTools
 from coordinator.requests.spec import ChatBody, Constraint, Json, ToolUse
 
+OMITTED = "omitted"
+"""The value of ``thinking.display`` with which thinking blocks have only a signature."""
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED = {
     "container": "Containers are not supported: this server runs no code.",
@@ -88,8 +90,14 @@ def _thinking(fields: Fields, limit: int | None) -> tuple[Json, bool, int | None
     if most is not None and limit is not None and most >= limit:
         text = f"'max_tokens' ({limit}) must be greater than 'thinking.budget_tokens' ({most})."
         refuse(text, "thinking.budget_tokens")
-    shown = thinking.choice("display", ("summarized", "omitted")) != "omitted"
-    return {"enable_thinking": True, "thinking": True}, shown, most
+    thinking.choice("display", ("summarized", OMITTED))
+    return {"enable_thinking": True, "thinking": True}, True, most
+
+
+def omits_thinking(body: Json) -> bool:
+    """Return whether thinking blocks of the answer to the valid ``body`` are empty."""
+    thinking = body.get("thinking")
+    return isinstance(thinking, dict) and thinking.get("display") == OMITTED
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------

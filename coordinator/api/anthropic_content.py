@@ -32,7 +32,9 @@ def read_messages(fields: Fields, arguments: Arguments) -> list[Json]:
         if not isinstance(item, dict):
             wrong_type(at, "an object", item)
         _message(Fields(item, at), conversation)
-    return conversation.messages()
+    if not (messages := conversation.messages()):
+        refuse("'messages' has no content.", "messages")
+    return messages
 
 
 def _entries(item: object) -> int:

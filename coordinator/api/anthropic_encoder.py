@@ -50,13 +50,14 @@ def anthropic_error(error: RequestError, request_id: str | None = None) -> Json:
 
 
 class MessagesShape:
-    """The shape of POST /v1/messages. ``max_tokens``: what the client asked for."""
+    """The shape of POST /v1/messages. ``max_tokens``: what the client asked for. ``omits_thinking``: whether thinking
+    blocks have no text."""
 
     needs_pieces = True
     keepalive = named_event("ping", {})
 
-    def __init__(self, head: Head, max_tokens: int) -> None:
-        self._head, self._max_tokens = head, max_tokens
+    def __init__(self, head: Head, max_tokens: int, *, omits_thinking: bool = False) -> None:
+        self._head, self._max_tokens, self._omits_thinking = head, max_tokens, omits_thinking
         self._reader = BlockReader()
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -75,10 +76,10 @@ class MessagesShape:
         return named_event("message_start", {"message": self._message(usage)})
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
-        return b"".join(map(_event, self._reader.push(added(piece))))
+        return self._events(self._reader.push(added(piece)))
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
-        return b"".join(map(_event, self._finish(choice)))
+        return self._events(self._finish(choice))
 
     def usage(self, usage: Usage, extra: Json) -> bytes:
         delta = named_event("message_delta", {"delta": self._stop, "usage": _usage(usage), **extra})
@@ -89,6 +90,11 @@ class MessagesShape:
 
     def failed(self, error: RequestError) -> bytes:
         return named_event("error", anthropic_error(error))
+
+    def _events(self, steps: Sequence[Step]) -> bytes:
+        if self._omits_thinking:
+            steps = [step for step in steps if step.what != "add" or step.block.kind != "reasoning"]
+        return b"".join(map(_event, steps))
 
     # -- objects --------------------------------------------------------------------------------------------------
 
@@ -111,11 +117,14 @@ class MessagesShape:
             "type": "message",
             "role": "assistant",
             "model": self._head.model,
-            "content": [_block(block, block.text) for block in self._reader.blocks],
+            "content": list(map(self._content, self._reader.blocks)),
             **self._stop,
             "usage": _usage(usage),
             "system_fingerprint": self._head.system_fingerprint,
         }
+
+    def _content(self, block: Block) -> Json:
+        return _block(block, "" if self._omits_thinking and block.kind == "reasoning" else block.text, SIGNATURE)
 
 
 def _event(step: Step) -> bytes:
@@ -139,14 +148,14 @@ def _delta(block: Block, text: str) -> bytes:
     return b"%b%d%b%b}}\n\n" % (_DELTA, block.index, _ADDED[block.kind], encode(text))
 
 
-def _block(block: Block, text: str) -> Json:
-    """Return ``block`` as a content block with ``text``, "" if it was just opened."""
+def _block(block: Block, text: str, signature: str = "") -> Json:
+    """Return ``block`` as a content block with ``text``, "" if it was just opened. ``signature``: of thinking."""
     match block.kind:
         case "call":
             call: Json = {"id": block.call_id, "name": block.name}
             return {"type": "tool_use", **call, "input": msgspec.Raw(text.encode()) if text else {}}
         case "reasoning":
-            return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
+            return {"type": "thinking", "thinking": text, "signature": signature}
         case "text":
             return {"type": "text", "text": text}
 

@@ -47,7 +47,9 @@ def read_items(
         if not isinstance(item, dict):
             wrong_type(at, "an object", item)
         _item(Fields(item, at), conversation)
-    return conversation.messages()
+    if not (messages := conversation.messages()):
+        refuse("'input' has no content.", "input")
+    return messages
 
 
 def _entries(item: object) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from common.core.errors import RequestError
-from coordinator.api.anthropic import parse_messages
+from coordinator.api.anthropic import omits_thinking, parse_messages
 from coordinator.api.anthropic_encoder import MessagesShape
 from coordinator.api.fields import JsonBudget
 from coordinator.http.answer import EXTRA_HEADERS, new_head, refuse_when_draining
@@ -31,17 +31,18 @@ async def messages(request: web.Request) -> web.StreamResponse:
     refuse_when_draining(services)
     model = services.model
 
-    def read(fields: Json, budget: JsonBudget) -> ChatRequest:
+    def read(fields: Json, budget: JsonBudget) -> tuple[ChatRequest, bool]:
         body = parse_messages(fields, budget, arguments_as_text=model.arguments_as_text)
-        if model.text.output.reasoning is None:  # then no bound on reasoning can be exceeded
+        if not model.text.output.reads_reasoning:  # then no bound on reasoning can be exceeded
             body = replace(body, max_reasoning_tokens=None)
         with _budget_named():
-            return read_chat(model, body, "messages")
+            return read_chat(model, body, "messages"), omits_thinking(fields)
 
-    chat = await read_body(request, read, templated=True)
+    chat, omits = await read_body(request, read, templated=True)
     chat.capped = True  # clients must send max_tokens, and most send more than small models can hold
     request[EXTRA_HEADERS] = {ANTHROPIC_REQUEST_ID: request[REQUEST_ID]}
-    shape = MessagesShape(new_head("msg_", model), chat.options.sampling.max_tokens or 0)
+    most = chat.options.sampling.max_tokens or 0
+    shape = MessagesShape(new_head("msg_", model), most, omits_thinking=omits)
     with _budget_named():
         return await answer_chat(request, arrived_at, chat, "messages", shape)
 

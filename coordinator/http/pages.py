@@ -17,7 +17,7 @@ from common.core.request import MAX_TOKENS
 from common.net.messages import Drain
 from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import Fields, JsonBudget, refuse
-from coordinator.api.openai import token_ids
+from coordinator.api.openai import MAX_TOKEN_ID, token_ids
 from coordinator.api.service import ServedModel, product_version
 from coordinator.cluster.absent_workers import Absence
 from coordinator.cluster.link_stats import LinkStats
@@ -78,20 +78,35 @@ def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
 @routes.get("/openapi.json")
 async def openapi(request: web.Request) -> web.StreamResponse:
     """Describe all endpoints in OpenAPI 3.1."""
-    response = web.Response(body=_openapi(request.app[SERVICES].model.name), content_type="application/json")
+    model = request.app[SERVICES].model
+    response = web.Response(body=_openapi(model.name, model.checkpoint.vocab_size), content_type="application/json")
     return await deliver_whole(request, response)
 
 
 @functools.lru_cache(maxsize=4)
-def _openapi(model: str) -> bytes:
-    """Return the description, in which the only value of the field ``model`` is ``model``."""
+def _openapi(model: str, vocabulary: int) -> bytes:
+    """Return the description, in which the only value of the field ``model`` is ``model``, and token ids are below
+    ``vocabulary``."""
     described = msgspec.json.decode((Path(__file__).parent / "openapi.json").read_bytes())
     for methods in described["paths"].values():
         for operation in methods.values():
             schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             if (field := schema.get("properties", {}).get("model")) is not None:
                 field["enum"] = [model] if field["type"] == "string" else [model, None]
+            _bound_tokens(schema, vocabulary - 1)
     return encode(described)
+
+
+def _bound_tokens(schema: object, most: int) -> None:
+    """Replace the maximum of all token ids in ``schema`` by ``most``."""
+    if isinstance(schema, list):
+        for each in schema:
+            _bound_tokens(each, most)
+    elif isinstance(schema, dict):
+        if schema.get("maximum") == MAX_TOKEN_ID:
+            schema["maximum"] = most
+        for each in schema.values():
+            _bound_tokens(each, most)
 
 
 @routes.get("/docs")
@@ -102,7 +117,7 @@ async def docs(request: web.Request) -> web.StreamResponse:
 
 @functools.cache
 def _docs_page() -> str:
-    described = msgspec.json.decode(_openapi(""))
+    described = msgspec.json.decode(_openapi("", MAX_TOKEN_ID))
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem API</title>',
         "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto}td{padding:2px 12px 2px 0;"

@@ -142,7 +142,7 @@ MESSAGES_HELP = {
     "thinking": "Type `enabled` or `adaptive`: reasoning is shown as thinking blocks. Otherwise reasoning is turned "
     "off in the template, and none is shown.",
     "thinking.budget_tokens": "Most tokens of reasoning, less than `max_tokens`.",
-    "thinking.display": "`omitted`: reasoning is generated, and not shown.",
+    "thinking.display": "`omitted`: thinking blocks have a signature and no text.",
     "thinking.type": "`enabled` (with a budget), `adaptive` or `disabled`.",
     "tool_choice": "An object of type `auto`, `any`, `tool` (with a name) or `none`.",
     "tools": "Tools with a name and an `input_schema`. Anthropic's own tools are refused by name.",

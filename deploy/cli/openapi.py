@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from common.core.request import MAX_TOKENS
 from coordinator.requests.spec import Json
 from deploy.cli import answer_types, other_api_types, page_types
 from deploy.cli.request_shapes import shape_of
@@ -54,6 +55,7 @@ STREAMS: dict[str, type[answer_types.Answer] | None] = {
 }
 """The endpoints that answer with a stream if the request says so, and the type of its events. None: named events, as
 OpenAI and Anthropic describe them."""
+_NAMED_EVENT: Json = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
 _TEXTS = {
     "GET /": ("text/html",),
     "GET /docs": ("text/html",),
@@ -67,11 +69,12 @@ _ACCEPTED = "POST /admin/drain"
 
 class Body(NamedTuple):
     """A request body: its fields with their types as :func:`deploy.cli.reference.request_fields` gives them, the names
-    of those that are required, and what fields mean."""
+    of those that are required, what fields mean, and the names of those of which one is required."""
 
     fields: Mapping[str, str]
     required: tuple[str, ...] = ()
     helps: Mapping[str, str] = {}
+    either: tuple[str, ...] = ()
 
 
 def openapi(
@@ -142,11 +145,7 @@ def _content(endpoint: str) -> Json:
         content["application/json"] = {"schema": {"type": "object"}}
     if endpoint in STREAMS:
         event = STREAMS[endpoint]
-        words = "Server-sent events, with `stream`: "
-        words += "named events." if event is None else f"the data of each is a {event.__name__}, the last is `[DONE]`."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": words}}
-        if event is not None:
-            content["text/event-stream"]["x-event-schema"] = _reference(event)  # type: ignore[index]
+        content["text/event-stream"] = {"x-event-schema": _NAMED_EVENT if event is None else _reference(event)}
     return content
 
 
@@ -183,7 +182,8 @@ def _body(path: str, body: Body) -> Json:
     for parent, members in inner.items():
         if parent in properties:
             properties[parent]["properties"] = members
-    return {"type": "object", "required": list(body.required), "properties": properties}
+    needed = {"anyOf": [{"required": [name]} for name in body.either]} if body.either else {}
+    return {"type": "object", "required": list(body.required), **needed, "properties": properties}
 
 
 def _schema(path: str, name: str, kind: str, *, optional: bool) -> Json:
@@ -202,5 +202,5 @@ def _schema(path: str, name: str, kind: str, *, optional: bool) -> Json:
         low, high = (float(bound.replace(",", "")) for bound in match.groups())
         schema |= {"minimum": low, "maximum": high} if base == "number" else {"minimum": int(low), "maximum": int(high)}
     elif match := _LEAST.search(bounds):
-        schema["minimum"] = int(match[1].replace(",", ""))
+        schema |= {"minimum": int(match[1].replace(",", "")), "maximum": MAX_TOKENS}
     return schema

@@ -249,10 +249,10 @@ def openapi_text() -> str:
         "/v1/messages": messages_body,
         "/v1/messages/count_tokens": messages_body._replace(required=("model", "messages")),
         "/admin/drain": Body({"worker": "string", "timeout": "number"}, ("worker",)),
-        "/admin/scale": Body({"prefill": "integer", "decode": "integer"}),
+        "/admin/scale": Body({"prefill": "integer", "decode": "integer"}, either=("prefill", "decode")),
     }
     for prefix in ("", "/v1"):
-        bodies[f"{prefix}/tokenize"] = Body(to_tokens, (), FIELD_HELP)
+        bodies[f"{prefix}/tokenize"] = Body(to_tokens, (), FIELD_HELP, ("prompt", "messages"))
         bodies[f"{prefix}/detokenize"] = Body({"tokens": "array", "model": "string"}, ("tokens",), FIELD_HELP)
     written = openapi(_routes(), bodies)
     return json.dumps(written, indent=1) + "\n"

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.core.request import MAX_TOKENS
 from coordinator.api.fields import INT64
+from coordinator.api.openai import MAX_TOKEN_ID
 from coordinator.api.responses import INCLUDES, LOGPROBS
 
 Shape = dict[str, Any]
@@ -38,10 +40,10 @@ _STRING: Shape = {"type": "string"}
 _NAME: Shape = {"type": "string", "minLength": 1, "maxLength": 256}
 _OBJECT: Shape = {"type": "object"}
 _OPTIONAL_TEXT: Shape = {"type": ["string", "null"]}
-_TOKENS = _list({"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1})
+_TOKENS = _list({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID})
 _SOME_TOKENS = {**_TOKENS, "minItems": 1}
 _STOP: Shape = {"type": "string", "minLength": 1, "maxLength": 1024}
-_AT_LEAST_ONE: Shape = {"type": "integer", "minimum": -1, "not": {"const": 0}}
+_AT_LEAST_ONE: Shape = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
 
 # -- chats ------------------------------------------------------------------------------------------------------------
 
@@ -81,10 +83,12 @@ _TOOL = _any(
     _object("type name", type={"const": "function"}, **_FUNCTION),
 )
 _NAMED = _any(_object("name", name=_NAME), _object("function", function=_object("name", name=_NAME)))
+_ALLOWED = _object("mode tools", mode={"enum": ["auto", "required"]}, tools=_list(_NAMED, 1))
 _TOOL_CHOICE = _any(
     {"enum": ["none", "auto", "required"]},
     {"type": "object", "required": ["type"], "properties": {"type": {"const": "function"}}, **_NAMED},
-    _object("type", type={"const": "allowed_tools"}),
+    _object("type mode tools", type={"const": "allowed_tools"}, **_ALLOWED["properties"]),
+    _object("type allowed_tools", type={"const": "allowed_tools"}, allowed_tools=_ALLOWED),
 )
 _SCHEMA = _any(_OBJECT, _STRING, {"type": "boolean"})
 _FORMAT = _any(
@@ -161,6 +165,12 @@ _SHAPES: dict[str, Shape] = {
     "max_completion_tokens": _AT_LEAST_ONE,
     "max_tokens": _AT_LEAST_ONE,
     "messages": _list(_CHAT_MESSAGE, 1),
+    "metadata": {
+        "type": "object",
+        "maxProperties": 16,
+        "propertyNames": {"maxLength": 64},
+        "additionalProperties": {"type": "string", "maxLength": 512},
+    },
     "modalities": {"const": ["text"]},
     "prompt": _any(_STRING, _list(_STRING, 1, 64), _SOME_TOKENS, _list(_any(_STRING, _SOME_TOKENS), 1, 64)),
     "reasoning.generate_summary": _SUMMARY,
@@ -185,21 +195,29 @@ _SHAPES: dict[str, Shape] = {
 }
 """Forms by the name of the field."""
 _OF_PATH: dict[str, dict[str, Shape | None]] = {
-    "/v1/completions": {"max_tokens": {"type": "integer", "minimum": -1}},
+    "/v1/completions": {"max_tokens": {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS}},
+    "/v1/responses": {"n": {"const": 1}},
     "/v1/messages": {
+        "n": {"const": 1},
         "max_tokens": None,
+        "metadata": None,
         "messages": _list(_MESSAGE, 1),
         "output_config.effort": {"enum": ["low", "medium", "high", "xhigh", "max", None]},
         "system": _TEXTS,
         "thinking.display": {"enum": ["summarized", "omitted", None]},
         "thinking.type": {"enum": ["enabled", "adaptive", "disabled"]},
+        "thinking": _object("type"),
         "tool_choice": _MESSAGES_CHOICE,
         "tools": _list(_MESSAGES_TOOL),
     },
     "/tokenize": {"prompt": _STRING},
 }
 """Forms that differ for a path; None: a plain scalar there."""
-_OF_PATH |= {"/v1/messages/count_tokens": _OF_PATH["/v1/messages"], "/v1/tokenize": _OF_PATH["/tokenize"]}
+_OF_PATH |= {
+    "/v1/messages/count_tokens": _OF_PATH["/v1/messages"],
+    "/v1/responses/input_tokens": _OF_PATH["/v1/responses"],
+    "/v1/tokenize": _OF_PATH["/tokenize"],
+}
 
 
 def shape_of(path: str, name: str) -> Shape | None:

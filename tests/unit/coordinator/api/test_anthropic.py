@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.core.errors import RequestError
-from coordinator.api.anthropic import parse_messages
+from coordinator.api.anthropic import omits_thinking, parse_messages
 from coordinator.requests.spec import ChatBody
 from tests.golden.other_apis import BAD_MESSAGES, HELLO, LEAST, RESULT, TOOL, USE
 from tests.pace import scaled
@@ -141,8 +141,12 @@ def test_thinking() -> None:
     adaptive = parsed(thinking={"type": "adaptive"}, output_config={"effort": "low"})
     assert adaptive.include_reasoning and adaptive.max_reasoning_tokens is None
     assert adaptive.template_kwargs["reasoning_effort"] == "low"
-    hidden = parsed(thinking={"type": "adaptive", "display": "omitted"})
-    assert hidden.template_kwargs["enable_thinking"] is True and not hidden.include_reasoning
+    thinking = {"type": "adaptive", "display": "omitted"}
+    hidden = parsed(thinking=thinking)
+    assert hidden.template_kwargs["enable_thinking"] is True and hidden.include_reasoning
+    assert omits_thinking({"thinking": thinking})
+    for shown in ({}, {"thinking": None}, {"thinking": {"type": "adaptive", "display": "summarized"}}):
+        assert not omits_thinking(shown)
     assert parsed(chat_template_kwargs={"enable_thinking": True}).template_kwargs["enable_thinking"] is True
 
 

@@ -129,6 +129,19 @@ def test_the_events_of_a_message_come_in_order_and_give_the_whole_answer(seed: i
     assert whole(MessagesShape(HEAD, 7), deltas, ended) == machine.message
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_omitted_thinking_has_only_a_signature(seed: int) -> None:
+    deltas = deltas_of(seed)
+    shown, machine = whole(MessagesShape(HEAD, 7), deltas, Ended()), MessagesMachine()
+    for event in streamed(MessagesShape(HEAD, 7, omits_thinking=True), deltas, Ended()):
+        machine.accept(event)
+    for block in shown["content"]:
+        if block["type"] == "thinking":
+            block["thinking"] = ""
+    assert machine.state == "end" and machine.message == shown
+    assert whole(MessagesShape(HEAD, 7, omits_thinking=True), deltas, Ended()) == shown
+
+
 def test_the_members_of_a_response() -> None:
     deltas = [Delta(reasoning="hm"), Delta("so"), Delta(calls=[CallDelta(0, "call_1", "f", "{}")])]
     body = whole(responses_shape(), deltas, Ended("tool_calls"))

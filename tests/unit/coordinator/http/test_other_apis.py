@@ -16,12 +16,12 @@ from pydantic import TypeAdapter
 
 from common.core.ids import unpack_tokens
 from coordinator.http import answer, sse
-from tests.fakes.checkpoint import EOS
+from tests.fakes.checkpoint import EOS, fake_checkpoint
 from tests.fakes.worker import FakeWorker
 from tests.unit.coordinator.api.event_machines import MessagesMachine, ResponsesMachine, named_events
 from tests.unit.coordinator.fake_cluster import FakeCluster, letters, open_cluster, prefilled, until
 from tests.unit.coordinator.http.test_keepalive import Gate
-from tests.unit.coordinator.http.test_parsed_answers import CALL, OPENS, OTHER, PLAIN, REASONS
+from tests.unit.coordinator.http.test_parsed_answers import CALL, LINES, OPENS, OTHER, PLAIN, REASONS, TO_WEATHER
 
 pytestmark = pytest.mark.processes  # tools have grammars, which a process compiles
 
@@ -287,12 +287,36 @@ async def test_thinking_is_shown_if_it_is_asked_for(opens: FakeCluster) -> None:
     assert rest == said
     machine = await streamed(opens, MESSAGES, body, MessagesMachine())
     assert machine.message["content"] == shown["content"]
+    body = {**SAID, "thinking": {"type": "adaptive", "display": "omitted"}}
+    _, omitted = await opens.post(MESSAGES, body)
+    assert omitted["content"] == [{**thinking, "thinking": ""}, *said]
+    machine = await streamed(opens, MESSAGES, body, MessagesMachine())
+    assert machine.message["content"] == omitted["content"]
 
 
-async def test_a_budget_that_cannot_be_kept_is_refused(opens: FakeCluster) -> None:
-    """The end of this model's reasoning is no token, so that a grammar cannot bound it."""
-    response, shown = await opens.post(MESSAGES, {**SAID, "thinking": {"type": "enabled", "budget_tokens": 100}})
-    assert response.status == 400 and "'thinking.budget_tokens' is not supported" in shown["error"]["message"]
+BUDGET = {"thinking": {"type": "enabled", "budget_tokens": 100}}
+
+
+async def test_a_budget_reaches_the_workers_in_the_grammar(opens: FakeCluster) -> None:
+    await write(opens, "let me see</think>\n\nForty-two.")
+    for body in (SAID, {**SAID, **BUDGET}):
+        assert (await opens.post(MESSAGES, body))[0].status == 200
+    without, bounded = await prefilled(opens, 2)
+    assert not without.sampling.grammar and "</think>" in bounded.sampling.grammar
+
+
+async def test_a_budget_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    """The markers of this model's reasoning are regular expressions of its own."""
+    directory = fake_checkpoint(tmp_path / "m")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    thinking = {"open_pattern": r"(?:^|<why>\s*)", "close": "</why>"}
+    fields = {"thinking": thinking, "tool_calls": {**LINES, "transform": TO_WEATHER}}
+    settings["response_template"] = {"start_anchor": "x", "fields": fields}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    async with open_cluster(directory, "prefill", "decode") as cluster:
+        response, shown = await cluster.post(MESSAGES, {**SAID, **BUDGET})
+        assert response.status == 400 and "'thinking.budget_tokens' is not supported" in shown["error"]["message"]
+        assert (await cluster.post(MESSAGES, SAID))[0].status == 200
 
 
 async def test_a_budget_of_a_model_that_does_not_reason_is_kept(plain: FakeCluster) -> None:
