@@ -20,7 +20,9 @@ from coordinator.grammar.trial import SHARE, TooSlow, affordable
 
 _POSITION = re.compile(r"^at \d+\(\d+\): ")
 _TOO_MUCH = re.compile(r"too (big|large|complex|many)|limit|exceeded|fuel")
-_UNSUPPORTED = re.compile(r"not supported|Unimplemented|Unknown format|lookaround|only supported", re.IGNORECASE)
+_UNSUPPORTED = re.compile(
+    r"not supported|Unimplemented|Unknown format|lookaround|only supported|not disjoint", re.IGNORECASE
+)
 _KEYWORDS = (
     ("oneOf", "oneOf"),
     ("min/maxProperties", "minProperties"),

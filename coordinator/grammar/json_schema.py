@@ -34,6 +34,8 @@ _PLAIN = frozenset(
     }
 )
 """Keywords that are passed on as they are."""
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+"""Keywords whose value is a number of things, which may be written as 2.0."""
 _UNSUPPORTED = frozenset(
     {
         *("not", "if", "contains", "uniqueItems", "propertyNames", "dependentRequired", "dependentSchemas"),
@@ -112,7 +114,9 @@ class _Preparation:
     def _keyword(self, made: Schema, schema: Schema, keyword: str, value: object, path: str, depth: int) -> None:
         """Add ``keyword`` of ``schema`` to ``made``."""
         if keyword in _PLAIN:
-            made[keyword] = value
+            made[keyword] = (
+                int(value) if keyword in _COUNTS and isinstance(value, float) and value.is_integer() else value
+            )
         elif keyword in _NAMED:
             made[keyword] = {name: self._schema(each, join(path, name), depth) for name, each in _object(value, path)}
         elif keyword in _MANY or (keyword == "items" and isinstance(value, list)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED
 from coordinator.grammar.json_schema import FORMATS, prepared
@@ -26,6 +27,7 @@ KEYWORDS: list[tuple[Any, list[Any]]] = [
     ({"const": {"a": [1, None]}}, [{"a": [1, None]}, {"a": [1]}, 1]),
     ({"enum": ["a", 1, None, [2]]}, ["a", 1, None, [2], "b", 2]),
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["a", "ab", "é日本", "abcd"]),
+    ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, ["a", "ab", "abcd"]),
     ({"type": "string", "pattern": "^[a-z]+$"}, ["abc", "", "A"]),
     ({"type": "string", "pattern": "b"}, ["abc", "b", "ac"]),
     ({"type": "integer", "minimum": -3, "maximum": 12}, [-4, -3, 0, 12, 13]),
@@ -213,3 +215,30 @@ def test_random_schemas(seed: int) -> None:
     for _ in range(2):
         if (text := random_match(made.grammar, rng)) is not None:
             validator.validate(json.loads(text))
+
+
+NOT_IMPLEMENTED: dict[str, Any] = {
+    "not": {"const": 1},
+    "if": {"const": 1},
+    "contains": {"const": 1},
+    "uniqueItems": True,
+    "propertyNames": {"maxLength": 3},
+    "dependentRequired": {"a": ["b"]},
+    "dependentSchemas": {"a": {"required": ["b"]}},
+    "unevaluatedItems": False,
+    "unevaluatedProperties": False,
+}
+
+
+@pytest.mark.parametrize("keyword", NOT_IMPLEMENTED)
+def test_llguidance_does_not_implement_what_is_refused(keyword: str) -> None:
+    """If this fails after an upgrade, the keyword can be taken out of ``_UNSUPPORTED``."""
+    schema = {keyword: NOT_IMPLEMENTED[keyword], **({"then": {"type": "null"}} if keyword == "if" else {})}
+    assert keyword in LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}")
+    found = error("json_schema", schema)
+    assert (found.code, found.path) == (UNSUPPORTED, f".{keyword}") and repr(keyword) in found.error
+
+
+def test_patterns_of_properties_that_overlap_are_unsupported() -> None:
+    found = error("json_schema", {"patternProperties": {"a*": INT, "aa*": INT}})
+    assert (found.code, found.path) == (UNSUPPORTED, ".patternProperties")
