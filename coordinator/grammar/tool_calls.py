@@ -157,6 +157,8 @@ class Calls:
         match self.form.style:
             case "json":
                 names = (f"{lark.literal(f'{chr(34)}{tool.name}{chr(34)}')} {self._json(tool)}" for tool in self.tools)
+                if not self.form.name_key:
+                    return self._grammar.shared("call", f'"{{" {space} ({" | ".join(names)}) {space} "}}"')
                 key = lark.literal(f'"{self.form.name_key}"')
                 numbered = ""
                 if self.form.name_key == "tool_name":  # Cohere's models number their calls
@@ -174,6 +176,8 @@ class Calls:
     def _json(self, tool: Tool) -> str:
         """Return the expression for what follows the name in an object, up to its closing brace."""
         key, space = lark.literal(f'"{self.form.arguments_key}"'), self.space
+        if not self.form.name_key:
+            return f'{space} ":" {space} {self.arguments(tool)}'
         behind = f"{space} {self.arguments(tool)}"
         if self.form.section[0] == "[TOOL_CALLS]":  # older models of Mistral write an identifier behind
             behind += f' ({space} "," {space} "\\"id\\"" {space} ":" {space} /"[a-zA-Z0-9]{{9}}"/)?'

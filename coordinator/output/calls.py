@@ -132,6 +132,11 @@ class _JsonCall:
 
     def _member(self, key: str) -> Generator[None, None, bool]:
         char = yield from self._stream.skip_space()
+        if not self._context.format.name_key and not self._name:
+            if char != "{" or not self._take_name(key):
+                return False
+            self._begin()
+            return (yield from read_value(self._stream, self._context.writer.arguments))
         if key in self._names and not self._name:
             return self._take_name(_decode((yield from _text(read_value, self._stream))))
         if self._known_only and not self._name and key not in _BEFORE_NAME:

@@ -4,7 +4,8 @@ A tool call is written in one of five styles (:attr:`ToolFormat.style`). The cal
 joined by ``between``, ``section[1]``. One call is
 
 - ``json``: ``begin`` ``{"name": NAME, "arguments": OBJECT}`` ``end``, where the keys are ``name_key`` and
-  ``arguments_key``; with ``listed`` the objects of all calls are one JSON array;
+  ``arguments_key`` (or ``{NAME: OBJECT}`` if they are empty); with ``listed`` the objects of all calls are one JSON
+  array;
 - ``named``: ``begin`` NAME ``after_name`` OBJECT ``end``;
 - ``parameters``: ``begin`` NAME ``after_name``, for each argument ``key`` KEY ``after_key`` VALUE ``after_value``, then
   ``end``; a string is written as it is, every other value as JSON;
@@ -48,6 +49,7 @@ class ToolFormat:
     """Texts around all calls of a turn."""
     between: str = ""
     name_key: str = "name"
+    """Key of the name in a call's object; "" if the object is ``{NAME: OBJECT}``."""
     arguments_key: str = "arguments"
     listed: bool = False
     name_prefix: str = ""
@@ -187,6 +189,18 @@ _GLM = ToolFormat(
     end="</tool_call>",
     between="\n",
 )
+_HY = replace(
+    _GLM,
+    name="hy_v3",
+    section=("<tool_calls:opensource>\n", "</tool_calls:opensource>"),
+    begin="<tool_call:opensource>",
+    after_name="<tool_sep:opensource>\n",
+    key="<arg_key:opensource>",
+    after_key="</arg_key:opensource>\n<arg_value:opensource>",
+    after_value="</arg_value:opensource>\n",
+    end="</tool_call:opensource>\n",
+    between="",
+)
 _GEMMA = ToolFormat(
     name="functiongemma",
     style="named",
@@ -238,6 +252,7 @@ _TOOLS = (
     ToolFormat(name="functionary_v31", style="named", begin="<function=", after_name=">", end="</function>"),
     _GLM,
     replace(_GLM, name="glm47", after_name="", after_key="</arg_key><arg_value>", after_value="</arg_value>"),
+    _HY,
     ToolFormat(
         name="kimi_k2",
         style="named",
@@ -277,6 +292,16 @@ _TOOLS = (
         also=("<tool_call>",),
     ),
     ToolFormat(name="granite-20b-fc", style="json", begin="<function_call>", between="\n"),
+    ToolFormat(name="gigachat3", style="json", begin="<|function_call|>", also=("function call<|role_sep|>",)),
+    ToolFormat(
+        name="apertus",
+        style="json",
+        section=("<|tools_prefix|>", "<|tools_suffix|>"),
+        listed=True,
+        between=", ",
+        name_key="",
+        arguments_key="",
+    ),
     ToolFormat(name="nemotron_json", style="json", section=("<TOOLCALL>", "</TOOLCALL>"), listed=True, between=", "),
     _GEMMA,
     replace(_GEMMA, name="gemma4", begin="<|tool_call>call:", quote='<|"|>', end="<tool_call|>"),
@@ -310,6 +335,10 @@ _REASONING = (
     ),
     ReasoningFormat(name="gemma4", begin="<|channel>thought", end="<channel|>", anywhere=True, ended_by_call=True),
     ReasoningFormat(name="seed_oss", begin="<seed:think>", end="</seed:think>"),
+    ReasoningFormat(name="hy_v3", begin="<think:opensource>", end="</think:opensource>"),
+    ReasoningFormat(
+        name="apertus", begin="<|inner_prefix|>", end="<|inner_suffix|>", anywhere=True, ended_by_call=True
+    ),
     ReasoningFormat(
         name="openai_gptoss", style="channels", begin="<|channel|>analysis<|message|>", end="<|end|>", anywhere=True
     ),

@@ -184,6 +184,55 @@ _OTHERS = [
         calls=[PARIS, NOW],
     ),
     Transcript(
+        "gigachat3",
+        "",
+        'I look.<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        "I look.",
+        calls=[PARIS],
+        control=("<|function_call|>", "<|role_sep|>"),
+    ),
+    Transcript(
+        "gigachat3",
+        "",
+        'I look.\nfunction call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        "I look.",
+        calls=[PARIS],
+    ),
+    Transcript(
+        "apertus",
+        "apertus",
+        '<|inner_prefix|>so<|inner_suffix|>I look.<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]'
+        "<|tools_suffix|>",
+        "I look.",
+        "so",
+        [PARIS, NOW],
+        ("<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>", "<|tools_suffix|>"),
+    ),
+    Transcript(
+        "hy_v3",
+        "hy_v3",
+        "so</think:opensource>I look.<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+        '<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>L"A</arg_value:opensource>\n'
+        "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+        "<arg_key:opensource>exact</arg_key:opensource>\n<arg_value:opensource>true</arg_value:opensource>\n"
+        '<arg_key:opensource>where</arg_key:opensource>\n<arg_value:opensource>{"lat": 1.5}</arg_value:opensource>\n'
+        '<arg_key:opensource>tags</arg_key:opensource>\n<arg_value:opensource>["a", "b"]</arg_value:opensource>\n'
+        "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        "I look.",
+        "so",
+        [TYPED, NOW],
+        (
+            "<think:opensource>",
+            "</think:opensource>",
+            "<tool_call:opensource>",
+            "</tool_call:opensource>",
+            "<arg_value:opensource>",
+            "</arg_value:opensource>",
+        ),
+        thinking=True,
+    ),
+    Transcript(
         "nemotron_json",
         "qwen3",
         '<think>so</think><TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</TOOLCALL>',

@@ -90,14 +90,27 @@ def _gemma(text: str) -> list[Call]:
     return found
 
 
+def _by_name(text: str) -> list[Call]:
+    begin = text.find("[{")
+    objects = json.JSONDecoder().raw_decode(text, begin)[0] if begin >= 0 else []
+    return [(name, arguments) for each in objects for name, arguments in each.items()]
+
+
 _JSON = ("hermes", "granite4", "mistral_list", "cohere_command3", "command_r", "phi4_mini_json", "phi4_mini")
 _QWEN = _tagged(r"<function=(\w+)>(.*?)</function>", r"<parameter=(\w+)>\n?(.*?)\n?</parameter>")
 _ORACLES: dict[str, Any] = {
-    **dict.fromkeys((*_JSON, "granite", "granite-20b-fc", "nemotron_json", "minimax", "hunyuan_a13b"), _objects),
+    **dict.fromkeys(
+        (*_JSON, "granite", "granite-20b-fc", "gigachat3", "nemotron_json", "minimax", "hunyuan_a13b"), _objects
+    ),
     **dict.fromkeys(("llama3_json", "llama4_json"), _from_start),
     **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2", "olmo3"), _python),
     **dict.fromkeys(("qwen3_coder", "seed_oss"), _QWEN),
     **dict.fromkeys(("functiongemma", "gemma4"), _gemma),
+    "apertus": _by_name,
+    "hy_v3": _tagged(
+        r"<tool_call:opensource>(\w+)<(.*?)</tool_call:opensource>",
+        r"<arg_key:opensource>(\w+)</arg_key:opensource>\s*<arg_value:opensource>(.*?)</arg_value:opensource>",
+    ),
     "functionary_v31": _named(r"<function=(\w+)>"),
     "mistral": _named(r"\[TOOL_CALLS\](\w+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?"),
     "deepseek_v3": _named(r"function<｜tool▁sep｜>(\w+)\n```json\n"),

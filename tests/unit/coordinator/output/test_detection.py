@@ -87,6 +87,22 @@ TEMPLATES = [
         "{%- set begin = '<minimax:tool_call>' -%}"
         '<invoke name="x"><parameter name="y">{{ \']~b]ai\\n<think>\\n</think>\' }}',
     ),
+    (
+        "hy_v3",
+        "hy_v3",
+        "{%- set HYTK = ':opensource' %}{%- set a = '<think{}>' %}{%- set b = '<arg_key{}>'.format(HYTK) %}",
+    ),
+    (
+        "apertus",
+        "apertus",
+        "{%- set inner_token = '<|inner_prefix|>' -%}{%- set tool_calls_token = '<|tools_prefix|>' -%}",
+    ),
+    (
+        "gigachat3",
+        "",
+        "namespace(role_sep='<|role_sep|>\n', message_sep='<|message_sep|>', function_call='<|function_call|>')",
+    ),
+    ("gigachat3", "", "{'role': 'function call', 'content': '{\"name\": \"'}namespace(role_sep='<|role_sep|>\n')"),
     ("seed_oss", "seed_oss", "<seed:think>{{ text }}</seed:think><seed:tool_call>\n<function={{ name }}>\n<parameter="),
     ("functiongemma", "", "{{- '<start_function_call>call:' + name + '{' -}}"),
     ("gemma4", "gemma4", "{{- '<|tool_call>call:' + name + '{' -}}{{- '<|channel>thought\\n<channel|>' -}}"),

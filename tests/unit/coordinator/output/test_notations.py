@@ -48,7 +48,8 @@ def written(format: ToolFormat, calls: list[Call]) -> str:
         texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in some.items())})" for name, some in calls]
         return f"{format.begin}[{', '.join(texts)}]{format.end}"
     if format.style == "json":
-        objects = [json.dumps({format.name_key: name, format.arguments_key: some}) for name, some in calls]
+        keys = format.name_key, format.arguments_key
+        objects = [json.dumps({keys[0]: name, keys[1]: some} if keys[0] else {name: some}) for name, some in calls]
         if format.listed:
             return f"{format.section[0]}{format.begin}[{', '.join(objects)}]{format.end}{format.section[1]}"
         return format.section[0] + format.between.join(format.begin + each + format.end for each in objects)
