@@ -26,6 +26,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, settings
 
+from common.platform.device import calm_threads
 from tests import leaked_keys, selection
 from tests.chaos.host import TAKEN, TRIES, Taken
 from tests.e2e.spawner import Spawner
@@ -67,6 +68,7 @@ def _watch_tasks() -> None:
 
 _watch_sockets()
 _watch_tasks()
+calm_threads()  # else OpenMP's threads wait by spinning, which with several processes takes half of all CPU time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

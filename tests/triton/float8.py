@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tests.triton.cases import Make, movable
 LAYER = LayerLayout(3, 16, 12)
 SCALES = KvScales((LayerScales((1.0, 0.25, 8.0), (2.0, 1.0, 0.5)),))
 SIZE, FEWER = 16, 8
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def numbers() -> torch.Tensor:
@@ -32,11 +34,11 @@ def numbers() -> torch.Tensor:
     return torch.cat([found, -found])
 
 
-def wrongly_stored(device: str = "cpu") -> int:
-    """Return how many numbers the writing kernel stores in another code than torch does."""
+def wrongly_stored(device: str = "cpu", dtypes: Sequence[torch.dtype] = DTYPES) -> int:
+    """Return how many numbers of the types ``dtypes`` the writing kernel stores in another code than torch does."""
     where = torch.device(device)
     wrong = 0
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in dtypes:
         codec = Fp8Codec(SCALES, dtype, where)
         rows = [
             _as_rows(numbers(), LAYER.kv_heads, dim).to(where) * scale

@@ -15,6 +15,7 @@ from common.kernels.triton import blocks, decode
 from common.kv.storage.interface import KvStorage
 from tests.triton.cases import error_of, grid, sampled
 from tests.triton.float8 import wrongly_read, wrongly_stored
+from tests.triton.interpreter import patch_language_once
 
 LEAST_SPLIT = 64
 """Fewer positions than in use, so that short sequences have several splits."""
@@ -32,6 +33,7 @@ def main() -> int:
     options = parser.parse_args()
     share, shares = map(int, options.share.split("/"))
     torch.set_num_threads(1)
+    patch_language_once()
     decode.LEAST_SPLIT, blocks.few_tiles = LEAST_SPLIT, False
     lacking = lacks_units(torch.device(options.device))
     cases = (sampled if options.sample else grid)(with_fp8=lacking is None)[share::shares]

@@ -92,6 +92,9 @@ def off_through_pool(kind: str, fields: dict[str, Any]) -> float:
 
 
 def main() -> int:
+    from tests.triton.interpreter import patch_language_once  # imports triton, which users of this module can lack
+
+    patch_language_once()
     transformers.AttentionInterface.register(ATTENTION, from_transformers)
     torch.set_num_threads(1)
     gpu_layers._TOLERANCE = dict.fromkeys(gpu_layers._TOLERANCE, 1.0)  # the logits decide here, not the trial

@@ -1,5 +1,4 @@
-"""Compare what surrounds attention with plain torch: writes, rotary embedding, copies of pieces, padding, splits,
-float8.
+"""Compare what surrounds attention with plain torch: writes, rotary embedding, copies of pieces, padding, splits.
 
 ``TRITON_INTERPRET=1 python -m tests.triton.parts``
 """
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Callable
 
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
 
 from common.attention.interface import Params, Span
 from common.attention.triton import TritonAttention
@@ -23,8 +21,8 @@ from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.cuda_driver import _tried_kernel
 from common.kv.storage.slab import SlabStore
 from tests.triton.cases import Setup, filled
-from tests.triton.float8 import wrongly_read, wrongly_stored
 from tests.triton.grid import LEAST_SPLIT
+from tests.triton.interpreter import patch_language_once
 
 CPU = torch.device("cpu")
 EPSILON = 1e-6
@@ -63,12 +61,14 @@ def turned(x: torch.Tensor, weight: torch.Tensor | None, angles: tuple[torch.Ten
     if weight is not None:
         scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPSILON)
         x = weight * scaled.to(x.dtype)
-    return rotate_halves(x.float(), x.float(), *(angle.float() for angle in angles), unsqueeze_dim=1)[0].to(x.dtype)
+    cos, sin = (angle.float().unsqueeze(1) for angle in angles)
+    one, two = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat((-two, one), -1) * sin).to(x.dtype)
 
 
 def rotations() -> None:
     """Queries and keys are normed and rotated as transformers does it, and stored as by a write of their own."""
-    rows, heads, dim = 21, 6, 24
+    rows, heads, dim = 7, 3, 24
     for dtype, normed in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         layer = LayerLayout(2, dim, 12)
         pool = SlabStore(KvLayout((layer, layer), "float32" if dtype == torch.float32 else "bfloat16", 16), 8, CPU)
@@ -167,17 +167,12 @@ def addresses() -> None:
             raise AssertionError("a buffer that graphs have captured has moved")
 
 
-def float8() -> None:
-    """Numbers of all sizes are stored in the codes that torch gives them, and codes are read as torch reads them."""
-    assert wrongly_stored() == 0
-    assert wrongly_read(TritonAttention) == 0
-
-
-CHECKS: tuple[Callable[[], None], ...] = (writes, rotations, copies, padding, splits, addresses, float8)
+CHECKS: tuple[Callable[[], None], ...] = (writes, rotations, copies, padding, splits, addresses)
 
 
 def main() -> int:
     torch.set_num_threads(1)
+    patch_language_once()
     decode.LEAST_SPLIT = LEAST_SPLIT
     for check in CHECKS:
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from triton.runtime.interpreter import GridExecutor
 from common.model.gpu_layers import PARTS
 from tests.models import make_model
 from tests.ranks import TOLERANCE, fake_gpus, logits_of, split_engine
+from tests.triton.interpreter import patch_language_once
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-kv-head": ("qwen3", {"num_key_value_heads": 1, "num_hidden_layers": 2}),
@@ -53,6 +54,7 @@ def differences(path: Path) -> tuple[float, float]:
 
 def main() -> int:
     torch.set_num_threads(1)
+    patch_language_once()
     GridExecutor.__call__ = one_at_a_time(GridExecutor.__call__)
     names, wrong = sys.argv[1:] or [*MODELS], 0
     for name in names:

@@ -204,6 +204,8 @@ class Bench:
             _, worker = self.workers.popitem()
             assert worker.cache.leaks() == {} and worker.cache.pool.counts.held == 0
             worker.close()
+            # A view would keep the pool's memory, and the worker is in cycles: only a garbage collection would free it.
+            worker.cache.pool.generations = worker.cache.pool.generations.copy()
             worker.engine.close()  # type: ignore[attr-defined]
         self.socket.close()
         self.context.term()

@@ -57,6 +57,7 @@ PICTURES: dict[str, Callable[[dict[str, Run], list[Objective]], None]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("objectives", [[], [Objective("ttft", 40.0), Objective("tpot", 8.0)]], ids=["", "bounds"])
 @pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)

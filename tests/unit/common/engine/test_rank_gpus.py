@@ -174,11 +174,18 @@ ENDS = {
 """Ranks of prefill and of decode, and whether they are on GPUs."""
 BEST = {"2 GPUs to a CPU": "zmq", "2 CPU ranks to 2 GPUs": "shm"}
 """The link that auto takes, if not cuda-ipc."""
+MODELS = (("llama", "auto"), ("one KV head", "auto"), ("llama", "zmq"))
+"""Models and links; ``make test`` has one of them with each of :data:`ENDS`."""
 
 
-@pytest.mark.parametrize(("name", "transport"), [("llama", "auto"), ("one KV head", "auto"), ("llama", "zmq")])
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("name", "transport", "ends"),
+    [
+        pytest.param(name, transport, ends, marks=() if (name, transport) == kept else pytest.mark.whole)
+        for ends, kept in zip(ENDS, [*MODELS, *MODELS], strict=False)
+        for name, transport in MODELS
+    ],
+)
 def test_kv_travels_between_gpus_of_any_numbers_of_ranks(
     model: Callable[[str], Path], stack: ExitStack, bench: Bench, name: str, transport: str, ends: str
 ) -> None:

@@ -318,6 +318,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "native_pays", lambda dtype, int8=False: True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoder_layers_of_the_common_shape_are_fused(
@@ -365,6 +366,7 @@ def chunk_beside_decode(length: int = 40) -> Batch:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])

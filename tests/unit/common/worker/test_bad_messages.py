@@ -33,6 +33,9 @@ _NONSENSE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "pair", ["shm", *(pytest.param(link, marks=pytest.mark.whole) for link in ("zmq", "nixl"))], indirect=True
+)
 @pytest.mark.parametrize("wrong", _NONSENSE.values(), ids=_NONSENSE)
 def test_worker_counts_invalid_request_and_serves_next(pair: Bench, wrong: dict[str, Any]) -> None:
     """Messages of the right type with invalid content are counted, and the next request is served."""
