@@ -9,29 +9,50 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.grammar.errors import FAILED, TOO_COMPLEX, GrammarError
 from common.grammar.limits import GIVE_UP_S, parser_limits
 from common.grammar.matcher import Mask
+from common.grammar.memory import BASE_BYTES, BYTES_PER_CHAR, GrammarMemory
 
 if TYPE_CHECKING:  # an engine without grammars does not need it
     from llguidance import LLMatcher, LLTokenizer
 
 log = logging.getLogger("tandem.grammar")
 
-KEPT = 128
-"""Compiled grammars kept, those that were used last."""
+KEPT, KEPT_BYTES = 128, 256 << 20
+"""Compiled grammars kept, and their estimated size: those that were used last."""
+GROWN_BYTES = 8 << 20
+"""Estimated growth by use from which on a compiled grammar is not kept for new sequences. Compiling it again costs
+less than it has cost already."""
 
 
-class CompiledGrammar(NamedTuple):
+class CompiledGrammar:
     """A grammar for all sequences that have it. ``start``: the matcher at its start, only to be copied. ``first``: the
-    mask there as llguidance computes it, which may take milliseconds with a large vocabulary."""
+    mask there as llguidance computes it, which may take milliseconds with a large vocabulary. ``size``: estimated
+    bytes, which ``memory`` counts."""
 
-    start: LLMatcher
-    first: Mask
+    def __init__(self, start: LLMatcher, first: Mask, size: int, memory: GrammarMemory) -> None:
+        self.start, self.first = start, first
+        self.unused_size = self.size = size
+        self._memory = memory
+        memory.add(size)
+
+    def grow(self, size: int) -> None:
+        """Count ``size`` more bytes, of states that a sequence has added."""
+        self.size += size
+        self._memory.add(size)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether it has grown so much that it is not worth its memory."""
+        return self.size > self.unused_size + GROWN_BYTES
+
+    def __del__(self) -> None:
+        self._memory.free(self.size)
 
 
 class CompiledGrammars:
@@ -46,6 +67,7 @@ class CompiledGrammars:
         self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int], threads: Executor, kept: int = KEPT
     ) -> None:
         self._path, self._threads, self._kept = tokenizer, threads, kept
+        self.memory = GrammarMemory()
         self.vocab_size = vocab_size
         self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
@@ -59,9 +81,13 @@ class CompiledGrammars:
             if future is None:
                 future = self._threads.submit(self._compile, grammar)
             self._compiled[grammar] = future
-            while len(self._compiled) > self._kept:
-                self._compiled.popitem(last=False)
+            self._drop_oldest()
             return future
+
+    def _drop_oldest(self) -> None:
+        excess = sum(map(_size, self._compiled.values())) - KEPT_BYTES
+        while len(self._compiled) > self._kept or (excess > 0 and len(self._compiled) > 1):
+            excess -= _size(self._compiled.popitem(last=False)[1])
 
     def alone(self, grammar: str) -> CompiledGrammar:
         """Compile ``grammar`` again for one sequence, and forget the matcher that others have copied: copies share the
@@ -69,6 +95,13 @@ class CompiledGrammars:
         with self._changing:
             self._compiled.pop(grammar, None)
         return self._compile(grammar)
+
+    def forget(self, grammar: str, known: CompiledGrammar) -> None:
+        """Do not give ``known`` to sequences to come. Its memory is given back once no sequence has it."""
+        with self._changing:
+            future = self._compiled.get(grammar)
+            if future is not None and future.done() and future.exception() is None and future.result() is known:
+                del self._compiled[grammar]
 
     def _compile(self, grammar: str) -> CompiledGrammar:
         from llguidance import LLMatcher
@@ -85,7 +118,7 @@ class CompiledGrammars:
         beginning.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
         if beginning.is_error():
             raise GrammarError(TOO_COMPLEX, f"the grammar is too complex: {_first_line(beginning.get_error())}")
-        return CompiledGrammar(matcher, first)
+        return CompiledGrammar(matcher, first, BASE_BYTES + BYTES_PER_CHAR * len(grammar) + first.nbytes, self.memory)
 
     def tokenizer(self) -> LLTokenizer:
         """Return the vocabulary, which the first call reads. Raises GrammarError if the checkpoint has none."""
@@ -110,6 +143,11 @@ class CompiledGrammars:
             raise GrammarError(FAILED, f"outputs cannot be constrained: {why}") from None
         log.info("read the vocabulary for grammars in %.2f s", perf_counter() - started)
         return found
+
+
+def _size(future: Future[CompiledGrammar]) -> int:
+    """Return the estimated bytes of a compiled grammar, 0 if it is not there yet or there is none."""
+    return future.result().size if future.done() and future.exception() is None else 0
 
 
 def _first_line(text: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -18,22 +19,68 @@ FOLLOW_LIMIT_S = 0.020, 0.0003
 """CPU seconds for following an output on one worker: for any, and for each of its tokens."""
 STRIKES = 2
 """Strikes that fail a request."""
+BUDGET_S = 0.15, 0.002
+"""CPU seconds for the masks of a request on one worker, all choices together: for any, and for each output token."""
+COSTLY_S = 0.05, 0.0005
+"""CPU seconds, as in BUDGET_S, from which on a request's masks have only the time that nothing else wants."""
 GIVE_UP_S = 5.0
 """Seconds after which a request fails whose mask, or whose compiled grammar, is not there."""
 
 
-class Spending:
-    """The CPU time that the masks of one output have cost so far. ``share``: of what they may cost."""
+class Cost(NamedTuple):
+    """CPU seconds of one mask: ``mask_s``, of which ``following_s`` for ``followed`` tokens before it, and
+    ``compiling_s`` besides, if the grammar was compiled for it. ``new``: tokens of the output since the last mask."""
+
+    mask_s: float
+    following_s: float
+    followed: int
+    new: int
+    compiling_s: float = 0.0
+
+
+class Budget:
+    """The CPU time that the masks of one request have cost so far, all choices together. ``share``: of what they may
+    cost. May be used from several threads."""
 
     def __init__(self, share: float = 1.0) -> None:
-        self._share, self._strikes, self._spare_s = share, 0, FOLLOW_LIMIT_S[0] * share
+        self._share, self._lock = share, Lock()
+        self._spent_s, self._tokens = 0.0, 0
 
-    def exceeded(self, cpu_s: float, following_s: float, tokens: int) -> bool:
-        """Count a mask of ``cpu_s`` CPU seconds, of which ``following_s`` for following ``tokens`` tokens before it.
-        Return whether the output has cost too much."""
-        self._strikes += cpu_s >= LIMIT_S * self._share or following_s >= TOKEN_LIMIT_S * self._share * max(1, tokens)
-        self._spare_s += tokens * FOLLOW_LIMIT_S[1] - following_s
-        return self._strikes >= STRIKES or self._spare_s < 0
+    def spend(self, cpu_s: float, tokens: int) -> None:
+        """Count ``cpu_s`` CPU seconds, and ``tokens`` more of the output."""
+        with self._lock:
+            self._spent_s += cpu_s
+            self._tokens += tokens
+
+    @property
+    def costly(self) -> bool:
+        """Whether the request has cost so much that its masks must take no time from others."""
+        return self._exceeds(COSTLY_S)
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the request has cost more than it may."""
+        return self._exceeds(BUDGET_S)
+
+    def _exceeds(self, limit: tuple[float, float]) -> bool:
+        return self._spent_s > self._share * (limit[0] + self._tokens * limit[1])
+
+
+class Spending:
+    """The CPU time that the masks of one output have cost so far. ``share``: of what they may cost. ``budget``: that of
+    its request."""
+
+    def __init__(self, share: float = 1.0, budget: Budget | None = None) -> None:
+        self._share, self._strikes, self._spare_s = share, 0, FOLLOW_LIMIT_S[0] * share
+        self.budget = Budget(share) if budget is None else budget
+
+    def exceeded(self, cost: Cost) -> bool:
+        """Count a mask. Return whether the output has cost too much."""
+        slow = cost.following_s >= TOKEN_LIMIT_S * self._share * max(1, cost.followed)
+        self._strikes += slow or cost.mask_s >= LIMIT_S * self._share
+        self._spare_s += cost.followed * FOLLOW_LIMIT_S[1] - cost.following_s
+        self.budget.spend(cost.mask_s + cost.compiling_s, cost.new)
+        return self._strikes >= STRIKES or self._spare_s < 0 or self.budget.exceeded
 
 
 def parser_limits() -> LLParserLimits:

@@ -19,27 +19,34 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from common.core.ids import TransferId
 from common.core.sequence import Batch, Refusal, StepResult, certain
 from common.core.sequence import Sequence as Tokens
-from common.grammar.compiled import CompiledGrammars
+from common.grammar.compiled import CompiledGrammar, CompiledGrammars
 from common.grammar.errors import BROKEN, TOO_COMPLEX, UNKNOWN, GrammarError
-from common.grammar.limits import GIVE_UP_S, SUSPECT_S, Spending
+from common.grammar.limits import GIVE_UP_S, SUSPECT_S, Budget, Cost, Spending
 from common.grammar.matcher import Mask, Matcher
+from common.grammar.memory import estimate
 
 WAIT_S = 0.002
 """Seconds that a step with other rows waits for masks once its logits are computed."""
 CHUNK = 16
 """Least masks that are worth another thread."""
-_THREADS, _NICE = 4, 10
+LIVE_BYTES = 1 << 30
+"""Estimated bytes of compiled grammars from which on those that have grown fail their requests."""
+_THREADS, _SUSPECT_THREADS, _NICE, _LAST_NICE = 4, 2, 10, 19
 _TOO_SLOW = Refusal(TOO_COMPLEX, "the grammar is too complex: its token masks take too long")
+_TOO_LARGE = Refusal(TOO_COMPLEX, "the grammar is too complex: its token masks take too much memory")
 
 
 class OutputTokens(NamedTuple):
@@ -64,12 +71,13 @@ class SequenceGrammar:
     """The grammar of one sequence on this worker (``Sequence.matcher``). While ``busy``, only the thread that computes
     the mask may touch the matcher."""
 
-    def __init__(self, compiled: CompiledGrammars, sequence: Tokens) -> None:
+    def __init__(self, compiled: CompiledGrammars, sequence: Tokens, budget: Budget | None = None) -> None:
         self._grammars, self._sampling = compiled, sequence.request.sampling
-        self._compiled = compiled.request(self._sampling.grammar)
+        self.compiled: Future[CompiledGrammar] | None = compiled.request(self._sampling.grammar)
+        self._known: CompiledGrammar | None = None
         self._matcher: Matcher | None = None
-        self._alone = False
-        """Whether the matcher shares nothing with those of other sequences."""
+        self._paid = 0
+        """Length of the output that the request's budget has been raised for."""
         self.mask: Mask = np.zeros((compiled.vocab_size + 31) // 32, np.int32)
         self.mask_at = -1
         """Length of the output after which ``mask`` is right."""
@@ -81,18 +89,22 @@ class SequenceGrammar:
         self.began_at = 0.0
         self.job: Future[None] | None = None
         """What computes the mask, perhaps with those of others."""
-        self._spending = Spending()
+        self._spending = Spending(budget=budget)
+
+    @property
+    def costly(self) -> bool:
+        """Whether the masks of its request have cost so much that they must take no time from others."""
+        return self._spending.budget.costly
 
     def compute(self, output: OutputTokens) -> None:
         """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
         try:
             try:
                 self._fill(output)
-            except GrammarError as error:
-                if self._alone or error.refusal.code != TOO_COMPLEX:
+            except GrammarError:
+                if self._matcher is None:  # there is none
                     raise
-                self._alone, self._matcher = True, None
-                self._fill(output)
+                self._fill(output, alone=True)
         except GrammarError as error:
             self.refusal = error.refusal
         except TimeoutError:
@@ -100,18 +112,27 @@ class SequenceGrammar:
         finally:
             if self.refusal is None and self.mask_at != output.length:
                 self.refusal = BROKEN
+            if self.refusal is not None:
+                self._known = self._matcher = self.compiled = None
             self.busy = False
 
-    def _fill(self, output: OutputTokens) -> None:
-        if self._matcher is None:
-            known = self._grammars.alone(self._sampling.grammar) if self._alone else self._compiled.result(GIVE_UP_S)
-            self._matcher = Matcher(known, self._sampling, self._grammars.vocab_size)
+    def _fill(self, output: OutputTokens, *, alone: bool = False) -> None:
+        """Compute the mask. ``alone``: by a matcher that has done nothing else and shares nothing with others. What
+        fails on that one fails wherever the output is computed; on another one, the masks before may have used up the
+        states of its lexer, also those of other sequences, and it then fails in one way or another."""
+        began = thread_time()
+        if self._matcher is None or alone:
+            grammar, self._matcher = self._sampling.grammar, None
+            assert self.compiled is not None
+            self._known = self._grammars.alone(grammar) if alone else self.compiled.result(GIVE_UP_S)
+            self._matcher = Matcher(self._known, self._sampling, self._grammars.vocab_size)
         matcher, started = self._matcher, thread_time()
         new = output.since(matcher.length)
         matcher.follow(new)
         followed = thread_time()
         self.certain = matcher.fill(self.mask)
-        self._judge(thread_time() - started, followed - started, len(new))
+        ended = thread_time()
+        self._judge(ended - started, followed - started, len(new), output.length, started - began)
         self.mask_at = matcher.length
 
     def force(self, output: OutputTokens) -> list[int]:
@@ -126,14 +147,23 @@ class SequenceGrammar:
         except GrammarError:  # the next mask finds it again, and says why
             self.suspect, self._matcher = True, None
             return []
-        spent = thread_time() - started
-        self._judge(spent, spent, 1 + len(forced))
+        spent, run = thread_time() - started, 1 + len(forced)
+        self._judge(spent, spent, run, output.length + len(forced))
         return forced
 
-    def _judge(self, cpu_s: float, following_s: float, tokens: int) -> None:
-        """Count what a mask cost, of which ``following_s`` for ``tokens`` tokens before it."""
+    def _judge(self, cpu_s: float, following_s: float, followed: int, length: int, compiling_s: float = 0.0) -> None:
+        """Count a mask of ``cpu_s`` CPU seconds, of which ``following_s`` for ``followed`` tokens. ``length``: that of
+        the output. ``compiling_s``: what compiling the grammar for it cost."""
         self.suspect = cpu_s >= SUSPECT_S
-        if self._spending.exceeded(cpu_s, following_s, tokens):
+        new, self._paid = max(0, length - self._paid), max(length, self._paid)
+        known = self._known
+        if known is not None and (size := estimate(cpu_s)):
+            known.grow(size)
+            if known.has_grown:
+                self._grammars.forget(self._sampling.grammar, known)
+                if self._grammars.memory.bytes > LIVE_BYTES:
+                    self.refusal = _TOO_LARGE
+        if self._spending.exceeded(Cost(cpu_s, following_s, followed, new, compiling_s)):
             self.refusal = _TOO_SLOW
 
 
@@ -200,14 +230,17 @@ class Grammars:
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
-        self._threads = ThreadPoolExecutor(_THREADS, "masks")
-        self._suspect_threads = ThreadPoolExecutor(_THREADS, "suspect-masks", _lower_priority)
+        self._threads: Executor = ThreadPoolExecutor(_THREADS, "masks")
+        self._suspect_threads: Executor = ThreadPoolExecutor(_SUSPECT_THREADS, "suspect-masks", _lower_priority)
+        self._last_threads: Executor = ThreadPoolExecutor(1, "costly-masks", _take_only_idle_time)
         self._compiled = CompiledGrammars(tokenizer, vocab_size, eos_token_ids, self._suspect_threads)
+        self._budgets: WeakValueDictionary[TransferId, Budget] = WeakValueDictionary()
 
     def close(self) -> None:
         """End the threads."""
-        for threads in (self._threads, self._suspect_threads):
+        for threads in (self._threads, self._suspect_threads, self._last_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._compiled.memory.close()
 
     def prepare(self, grammar: str) -> None:
         """Compile ``grammar`` in a thread, so that its first mask need not wait for that."""
@@ -224,7 +257,7 @@ class Grammars:
                 continue
             grammar.busy, grammar.began_at = True, now
             if grammar.suspect:
-                grammar.job = self._suspect_threads.submit(grammar.compute, OutputTokens.of(sequence))
+                self._begin_alone(grammar, OutputTokens.of(sequence))
             else:
                 together.append((grammar, OutputTokens.of(sequence)))
         size = max(CHUNK, -(-len(together) // _THREADS))
@@ -234,6 +267,20 @@ class Grammars:
             for grammar, _ in part:
                 grammar.job = job
         return StepMasks(rows, others, self.wait_s, self.on_mask)
+
+    def _begin_alone(self, grammar: SequenceGrammar, output: OutputTokens) -> None:
+        """Begin the mask of a suspect, once its grammar is compiled: no thread waits for that."""
+        threads, compiled = self._last_threads if grammar.costly else self._suspect_threads, grammar.compiled
+        if compiled is None or compiled.done():
+            grammar.job = threads.submit(grammar.compute, output)
+            return
+        job = grammar.job = Future[None]()
+
+        def submit(_: object) -> None:
+            with suppress(RuntimeError):  # the threads have ended
+                threads.submit(grammar.compute, output).add_done_callback(lambda _: job.set_result(None))
+
+        compiled.add_done_callback(submit)
 
     @staticmethod
     def held(sequence: Tokens) -> bool:
@@ -253,7 +300,10 @@ class Grammars:
     def _of(self, sequence: Tokens) -> SequenceGrammar:
         grammar = sequence.matcher
         if not isinstance(grammar, SequenceGrammar):
-            grammar = sequence.matcher = SequenceGrammar(self._compiled, sequence)
+            transfer = sequence.id.transfer
+            if (budget := self._budgets.get(transfer)) is None:
+                budget = self._budgets[transfer] = Budget()
+            grammar = sequence.matcher = SequenceGrammar(self._compiled, sequence, budget)
         return grammar
 
 
@@ -279,9 +329,14 @@ def _wait(grammars: Iterable[SequenceGrammar], seconds: float) -> None:
         wait(jobs, seconds)
 
 
-def _lower_priority() -> None:
+def _lower_priority(niceness: int = _NICE) -> None:
     """Let the kernels of a step on CPUs go before this thread."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    except (OSError, AttributeError):  # only Linux has priorities of threads
-        pass
+    with suppress(OSError, AttributeError):  # only Linux has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def _take_only_idle_time() -> None:
+    """Let this thread run only where no other one wants to."""
+    _lower_priority(_LAST_NICE)
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -19,7 +19,7 @@ from coordinator.grammar.task import Answer, Task, Verdict
 from coordinator.grammar.trial import SHARE, TooSlow, affordable
 
 _POSITION = re.compile(r"^at \d+\(\d+\): ")
-_TOO_MUCH = re.compile(r"too (big|large|complex|many)|limit|exceeded|fuel")
+_TOO_MUCH = re.compile(r"too (big|large|complex|many)|limit|exceeded|fuel|max is")
 _UNSUPPORTED = re.compile(
     r"not supported|Unimplemented|Unknown format|lookaround|only supported|not disjoint", re.IGNORECASE
 )
@@ -108,4 +108,6 @@ def _readable(message: str) -> str:
         text = text.partition(";")[0]
     if "coerce_one_of" in text:
         text = "the branches of 'oneOf' do not provably exclude each other; use 'anyOf'"
+    if "; max is" in text:  # advice on grammars follows, which the client of a schema has not written
+        text = ";".join(text.split(";")[:2])
     return text.rstrip(".")[:MAX_TEXT]

@@ -12,7 +12,7 @@ from time import thread_time
 
 from llguidance import LLMatcher, LLTokenizer
 
-from common.grammar.limits import Spending
+from common.grammar.limits import Budget, Cost, Spending
 
 OUTPUTS, TOKENS = 4, 64
 """Random outputs, and maximum tokens of each."""
@@ -46,11 +46,11 @@ def affordable(matcher: LLMatcher, tokenizer: LLTokenizer) -> LLMatcher:
 
 def _follow(state: LLMatcher, ends: list[int], closers: list[int], rng: random.Random) -> None:
     """Let ``state`` follow a random output without the tokens ``ends``. Raises TooSlow."""
-    spending, followed, tokens = Spending(SHARE), 0.0, 0
+    spending, followed, tokens = Spending(SHARE, Budget()), 0.0, 0
     for _ in range(TOKENS):
         started = thread_time()
         mask = state.compute_bitmask()
-        if spending.exceeded(thread_time() - started + followed, followed, tokens):
+        if spending.exceeded(Cost(thread_time() - started + followed, followed, tokens, tokens)):
             raise TooSlow
         token = _chosen(mask, ends, closers, rng)
         if state.is_error() or token is None:

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher
 
 from common.core.request import SamplingParams
-from common.grammar.compiled import CompiledGrammars
+from common.grammar.compiled import CompiledGrammar, CompiledGrammars
 from common.grammar.errors import FAILED, GrammarError
 from common.grammar.matcher import Matcher
 from tests.fakes.constrained import EOS, TOKENIZER, TOKENS, allowed
@@ -174,7 +174,7 @@ def test_first_masks_come_with_the_compiled_grammar() -> None:
     sampling = SamplingParams(99, 0, grammar="start: /[ab]/", eos_token_ids=(EOS,))
     known, mask = np.zeros_like(found.first), np.zeros_like(found.first)
     known[0] = 0b1000
-    Matcher(found._replace(first=known), sampling, TOKENS).fill(mask)
+    Matcher(CompiledGrammar(found.start, known, 0, COMPILED.memory), sampling, TOKENS).fill(mask)
     assert allowed(mask) == [3]
 
 
