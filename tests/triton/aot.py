@@ -215,7 +215,8 @@ def compiled(launch: Launch, capability: int) -> Compiled:
         file.write(made.asm["cubin"])
         file.flush()
         usage = _said_by("cuobjdump", "-res-usage", file.name)
-        code = _said_by("nvdisasm", file.name) if capability == 90 else ""
+        tensor_cores = capability == 90 and launch.kernel.__name__ == "prefill"
+        code = _said_by("nvdisasm", file.name) if tensor_cores else ""
     stack, registers = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("STACK", "REG"))  # type: ignore[index]
     return Compiled(stack, registers, made.metadata.shared, "HGMMA" in code, SATURATING in made.asm["ptx"])
 

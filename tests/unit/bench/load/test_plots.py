@@ -57,10 +57,26 @@ PICTURES: dict[str, Callable[[dict[str, Run], list[Objective]], None]] = {
 }
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("objectives", [[], [Objective("ttft", 40.0), Objective("tpot", 8.0)]], ids=["", "bounds"])
-@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+SAMPLE = {(picture, bounds, name) for name in RUNS for picture, bounds in (("all", True), ("distributions", False))}
+SAMPLE -= {("distributions", False, name) for name in ("one token", "narrow", "all but the same", "failed")}
+SAMPLE |= {("timelines", True, "two systems"), ("timelines", False, "one request"), ("all", False, "two systems")}
+"""Pictures, whether with bounds, and names of runs in ``make test``; "all" has the axes of both other pictures."""
+BOUNDS = [Objective("ttft", 40.0), Objective("tpot", 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "objectives", "runs"),
+    [
+        pytest.param(
+            PICTURES[picture], BOUNDS if bounds else [], RUNS[name],
+            marks=() if (picture, bounds, name) in SAMPLE else pytest.mark.whole,
+            id=f"{picture}-{'bounds' if bounds else ''}-{name}",
+        )
+        for picture in PICTURES
+        for bounds in (False, True)
+        for name in RUNS
+    ],
+)  # fmt: skip
 def test_labels_stay_apart(
     runs: dict[str, Run], objectives: list[Objective], draw: Callable[..., None], figure: list[Any]
 ) -> None:

@@ -103,16 +103,22 @@ POOLS = {
     "narrower": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float16", 32, head_shards=2)),
 }
 """The layouts of the sender's pool and of the receiver's."""
+NIXL_POOLS = ("same", "wider")
 
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
 
 
 def pairs(*links: str) -> list[Any]:
-    """Return each link with each pair of pools as test parameters."""
+    """Return each link with each pair of pools as test parameters. Agents of NIXL take long to start, so ``--sample``
+    keeps them for :data:`NIXL_POOLS` only: their cells are placed by the same code as those of shm."""
     marks = {"nixl": [needs_nixl, pytest.mark.torch], "nccl": [pytest.mark.torch]}
     return [
-        pytest.param((link, pools), marks=marks.get(link, ()), id=f"{link}-{pools}")
+        pytest.param(
+            (link, pools),
+            marks=[*marks.get(link, ()), *([pytest.mark.whole] if link == "nixl" and pools not in NIXL_POOLS else [])],
+            id=f"{link}-{pools}",
+        )
         for link in links
         for pools, (source, target) in POOLS.items()
         if source.dtype == target.dtype or link not in ("cuda-ipc", "nccl")
