@@ -113,6 +113,14 @@ CLIENTS := tests/conformance/clients
 conformance: $(VENV)/.installed-test .cache/conformance/.installed .cache/conformance-npm/.installed ## real clients against a live system, also behind nginx and HAProxy (ARGS="check_llm.py --only direct"); writes docs/reference/clients.md
 	@$(BIN)/python -m tests.conformance .cache/conformance .cache/conformance-npm $(ARGS)
 
+SUITE := .cache/json-schema-test-suite
+.PHONY: schema-suite
+schema-suite: $(VENV)/.installed-test $(SUITE) ## the official JSON-Schema-Test-Suite against grammars
+	@$(BIN)/python -m pytest -q -n0 tests/unit/coordinator/grammar/test_json_schema_suite.py
+
+$(SUITE):
+	@git clone -q --depth 1 https://github.com/json-schema-org/JSON-Schema-Test-Suite $@
+
 install: $(VENV)/.installed ## only set up the environment
 
 clean: ## remove the environment and all caches

@@ -26,7 +26,8 @@ from coordinator.api.parsed_choice import OutputReading
 from coordinator.api.prompt_report import TokenNames
 from coordinator.api.sampling import SamplingRules
 from coordinator.cluster.registry import Registry
-from coordinator.grammar.compiler import GrammarCompiler
+from coordinator.grammar.compiler import GrammarCompiler, ObeyedGrammar
+from coordinator.grammar.errors import MALFORMED
 from coordinator.grammar.requests import GrammarRequest, for_chat
 from coordinator.requests.errors import outside_vocabulary, too_long
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options
@@ -294,16 +295,17 @@ class ServedModel:
         """Return what the grammar of ``body``, rendered as ``chat``, depends on, for :meth:`grammar`."""
         return for_chat(body, self.text.output, chat.thinking)
 
-    async def grammar(self, wanted: GrammarRequest | None) -> str:
-        """Return the grammar that the output of a request must match, "" for none, also where it is optional and cannot
-        be obeyed or compiled now. Raises RequestError if one that is not optional cannot be."""
+    async def grammar(self, wanted: GrammarRequest | None) -> ObeyedGrammar:
+        """Return the grammar that the output of a request must match, none also where it is optional and cannot be
+        obeyed or compiled now. Raises RequestError if one that is not optional cannot be, or if a schema is
+        malformed."""
         if wanted is None:
-            return ""
+            return ObeyedGrammar()
         try:
             return await self._grammars.compile(wanted.encoded, wanted.params)
-        except RequestError:
-            if wanted.optional:
-                return ""
+        except RequestError as error:
+            if wanted.optional and (error.code or "") not in MALFORMED:
+                return ObeyedGrammar()
             raise
 
     def check_chars(self, chars: int, param: str) -> None:

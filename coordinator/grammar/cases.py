@@ -66,7 +66,7 @@ class Document:
     what cannot be obeyed raises Inexpressible."""
 
     def __init__(self, made: Mapping[str, object], *, strict: bool) -> None:
-        self.strict = strict
+        self.strict, self.given_up = strict, list[str]()
         root = {keyword: value for keyword, value in made.items() if keyword != "$defs"}
         found = made.get("$defs")
         definitions = {**(found if isinstance(found, dict) else {}), "root": root}
@@ -77,6 +77,7 @@ class Document:
         """Leave ``keyword`` out. Raises Inexpressible if the tool is strict."""
         if self.strict:
             raise Inexpressible(keyword)
+        self.given_up.append(keyword)
 
     def target(self, reference: object) -> object:
         """Return the schema that ``reference`` names."""

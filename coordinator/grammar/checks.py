@@ -44,13 +44,13 @@ _SLOW = (
 def screen(task: Task, tokenizer: LLTokenizer, vocabulary: lark.Vocabulary, limits: LLParserLimits) -> Verdict:
     """Build the grammar of ``task`` and try it out."""
     try:
-        grammar = build(task, vocabulary)
+        grammar, left_out = build(task, vocabulary)
         _try_out(grammar, task.answer, tokenizer, limits)
     except GrammarError as error:
         return Verdict(error=error.text, path=error.path, code=error.code, subject=error.subject)
     except RecursionError:
         return Verdict(error="is nested too deeply.", code=TOO_COMPLEX)
-    return Verdict(grammar)
+    return Verdict(grammar, left_out=left_out)
 
 
 def _try_out(grammar: str, answer: Answer | None, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:

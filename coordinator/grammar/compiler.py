@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -52,6 +53,13 @@ def unavailable() -> RequestError:
         code="grammar_compiler_unavailable",
         retry_after_s=1.0,
     )
+
+
+class ObeyedGrammar(NamedTuple):
+    """The text of a grammar, "" for none. ``left_out``: paths in the request of keywords that it does not obey."""
+
+    text: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +140,7 @@ class GrammarCompiler:
             self._child = None
         self._fail_all()
 
-    async def compile(self, task: EncodedTask, params: Mapping[int | None, str]) -> str:
+    async def compile(self, task: EncodedTask, params: Mapping[int | None, str]) -> ObeyedGrammar:
         """Return the grammar of ``task``. Raises RequestError 400 if it cannot be obeyed, 429 if too many wait, 503 if
         the process cannot be started. ``params``: for error messages, the fields of the request by the ``subject`` of
         :class:`~coordinator.grammar.task.Verdict`."""
@@ -141,7 +149,7 @@ class GrammarCompiler:
             verdict = await self._screened(task)
         if verdict.error:
             raise _refusal(verdict, params)
-        return verdict.grammar
+        return ObeyedGrammar(verdict.grammar, tuple(params.get(index, "") + path for index, path in verdict.left_out))
 
     async def _screened(self, task: EncodedTask) -> Verdict:
         pending = self._pending.get(task.digest)

@@ -7,6 +7,8 @@ from typing import NoReturn
 TOO_COMPLEX = "grammar_too_complex"
 """Error code of constraints that take too much time or memory."""
 UNSUPPORTED = "unsupported"
+MALFORMED = frozenset({"invalid_type", "invalid_value"})
+"""Error codes of constraints that no server could obey."""
 CROWDED_OUT = "crowded_out"
 """Code of the verdict on a constraint that took long while many others did. It is no property of the constraint."""
 

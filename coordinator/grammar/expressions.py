@@ -8,6 +8,7 @@ so that compact, one-line and indented JSON can be written as models do, but no 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from llguidance.gbnf_to_lark import any_to_lark
@@ -17,6 +18,7 @@ from coordinator.grammar.errors import TOO_COMPLEX, refuse
 from coordinator.grammar.json_schema import MAX_DEPTH, prepared
 
 WHITESPACE = r" |\n(?: {0,32}|\t{0,8})"
+_LARK_START = re.compile(r"^[?!]*start\b[^:=]*:(?!:=)", re.MULTILINE)
 ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
@@ -52,9 +54,13 @@ def as_lark(text: str) -> str:
     """Return a client's grammar as Lark; it may be in llama.cpp's GBNF (``root ::= ...``)."""
     if not text.strip():
         refuse("is empty.")
+    if "::=" not in text:
+        return text
     try:
         return any_to_lark(text)
     except RecursionError:
         refuse("is nested too deeply.", "", TOO_COMPLEX)
     except Exception as error:  # the converter raises bare Exception
+        if _LARK_START.search(text):  # "::=" stands inside a string
+            return text
         refuse(f"is neither Lark nor GBNF: {str(error)[:200]}.")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from urllib.parse import unquote
 
 from coordinator.grammar.errors import TOO_COMPLEX, refuse, unsupported
+from coordinator.grammar.string_formats import EXACT
 
 Schema = dict[str, object]
 
@@ -140,7 +141,9 @@ class _Preparation:
             return  # formats of other types, such as int32, are annotations
         if value in _OTHER_FORMATS and not self._lenient:
             unsupported(f"is not supported: structured output cannot obey the format {value!r}.", path)
-        if value in FORMATS:
+        if isinstance(value, str) and value in EXACT and "pattern" not in schema:
+            made["pattern"] = f"^({EXACT[value]})$"
+        elif value in FORMATS:
             made["format"] = value
 
     # -- references -----------------------------------------------------------------------------------------------

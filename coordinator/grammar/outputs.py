@@ -33,6 +33,11 @@ class Output:
         self._gap = ""
 
     @property
+    def left_out(self) -> tuple[tuple[int, str], ...]:
+        """Index of a tool and path of what of its schema is not obeyed."""
+        return () if self._calls is None else tuple(dict.fromkeys(self._calls.left_out))
+
+    @property
     def _space(self) -> str:
         """Expression for white space that may be left out."""
         self._gap = self._gap or self._grammar.rule("GAP", GAP)

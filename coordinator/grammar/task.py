@@ -69,13 +69,14 @@ def encode(task: Task) -> EncodedTask:
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     """What came of a task: the text of a grammar, or an error with the fields of
     :class:`~coordinator.grammar.errors.GrammarError`. ``subject``: what an error's path belongs to, "answer" or the
-    index of a tool."""
+    index of a tool. ``left_out``: (index of a tool that is not strict, path) of what of its schema is not obeyed."""
 
     grammar: str = ""
     error: str = ""
     path: str = ""
     code: str = ""
     subject: int | None = None
+    left_out: tuple[tuple[int, str], ...] = ()
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):

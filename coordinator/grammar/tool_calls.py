@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 
 from coordinator.grammar import lark
 from coordinator.grammar.cases import Document
-from coordinator.grammar.errors import UNSUPPORTED, GrammarError
+from coordinator.grammar.errors import TOO_COMPLEX, UNSUPPORTED, GrammarError
 from coordinator.grammar.expressions import ANY_OBJECT, WHITESPACE, json_value
 from coordinator.grammar.json_schema import path_of, prepared
 from coordinator.grammar.notation import Values
@@ -53,6 +53,8 @@ class Calls:
         self.tools, self.parallel, self._detail = tools, parallel, detail
         self._space_rule = self._call_rule = ""
         self._any_value: list[str] = []
+        self.left_out: list[tuple[int, str]] = []
+        """Index of a tool that is not strict, and path of what of its schema is not obeyed."""
 
     @property
     def space(self) -> str:
@@ -233,11 +235,19 @@ class Calls:
         for lenient in (False, True) if self._detail == "all" else ():
             try:
                 found = json_value(schema, lenient=lenient)
-            except GrammarError:
+            except GrammarError as error:
+                self._leave_out(tool, error)
                 continue
             if not LLMatcher.validate_grammar(f"start: json\njson: {found}"):
                 return found
+        self.left_out.append((tool.index, ""))
         return json_value(ANY_OBJECT)
+
+    def _leave_out(self, tool: Tool, error: GrammarError) -> None:
+        """Note a keyword that cannot be obeyed. Raises GrammarError if the schema is malformed."""
+        if error.code not in (UNSUPPORTED, TOO_COMPLEX):
+            raise GrammarError(error.text, error.path, error.code, tool.index) from None
+        self.left_out.append((tool.index, error.path))
 
     def _written(self, tool: Tool, write: Callable[[Document], str]) -> str:
         """Return the expression that ``write`` makes of a tool's schema, as exactly as the notation can obey it."""
@@ -252,9 +262,16 @@ class Calls:
                 raise GrammarError(text, path_of(schema, error.keyword), UNSUPPORTED, tool.index) from None
         for lenient in (False, True) if self._detail == "all" else ():
             try:
-                return write(Document(_only_object(prepared(schema, lenient=lenient)), strict=False))
-            except (GrammarError, Inexpressible):
-                continue
+                document = Document(_only_object(prepared(schema, lenient=lenient)), strict=False)
+                found = write(document)
+            except GrammarError as error:
+                self._leave_out(tool, error)
+            except Inexpressible as error:
+                self.left_out.append((tool.index, path_of(schema, error.keyword)))
+            else:
+                self.left_out += [(tool.index, path_of(schema, keyword)) for keyword in document.given_up]
+                return found
+        self.left_out.append((tool.index, ""))
         return write(Document(_any_values(schema) if self._detail != "nothing" else ANY_OBJECT, strict=False))
 
 

@@ -68,12 +68,14 @@ async def answer_chat(
     model = request.app[SERVICES].model
     wanted = chat.take_grammar()
     grammar = await model.grammar(wanted)
-    if tools := chat.tools or ("unconstrained" if wanted is not None and not grammar else ""):
+    if tools := chat.tools or ("unconstrained" if wanted is not None and not grammar.text else ""):
         request[EXTRA_HEADERS] = {**request.get(EXTRA_HEADERS, {}), TOOLS_HEADER: tools}
     prompt = await model.chat_prompt(chat.take_text(), chat.options, field)
     options = chat.options
+    if grammar.left_out:
+        options = replace(options, ignored=(*options.ignored, *grammar.left_out))
     if chat.capped and (options.sampling.max_tokens or 0) > model.context_length - len(prompt):
         options = replace(options, sampling=replace(options.sampling, max_tokens=None))
     return await answer(
-        request, arrived_at, [prompt], field, options, shape, grammar, chat.reading, continues=chat.continues
+        request, arrived_at, [prompt], field, options, shape, grammar.text, chat.reading, continues=chat.continues
     )

@@ -58,7 +58,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
     body, wanted = await read_body(request, read)
     options = body.options
-    grammar = await model.grammar(wanted)
+    grammar = (await model.grammar(wanted)).text
     del wanted
     prompts = await model.text_prompts(body.prompts, options)
     if options.return_token_ids:

@@ -103,7 +103,12 @@ def test_a_choice_is_exactly_one_of_its_strings(choices: list[str]) -> None:
 
 
 def test_grammars_in_lark_and_in_gbnf() -> None:
-    for text in ('start: "a" b+\nb: "b" | "c"', 'root ::= "a" b+\nb ::= "b" | "c"'):
+    for text in (
+        'start: "a" b+\nb: "b" | "c"',
+        '?start: "a" b+\n?b: "b" | "c"',
+        '// ::= is no rule here\nstart: "a" b+\nb: "b" | "c" | "::=" "x"',
+        'root ::= "a" b+\nb ::= "b" | "c"',
+    ):
         grammar = answer("lark", text)
         assert accepts(grammar, "abcb") and not accepts(grammar, "a") and not begins(grammar, "b")
     with_json = answer("lark", 'start: "x=" value\nvalue: %json {"type": "integer", "minimum": 3}')

@@ -20,7 +20,8 @@ from common.core.errors import RequestError
 from coordinator.grammar import child, compiler
 from coordinator.grammar.compiler import ERROR_S, SLOTS, GrammarCompiler, VerdictCache
 from coordinator.grammar.screening import LAST_NICENESS, MAX_FORKS, NICENESS
-from coordinator.grammar.task import Answer, Task, Verdict, encode
+from coordinator.grammar.task import Answer, Task, Tool, Verdict, encode
+from coordinator.output.formats import TOOL_FORMATS
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
 from tests.tiny_tokenizers import KINDS
@@ -37,7 +38,7 @@ async def grammars() -> AsyncIterator[GrammarCompiler]:
 
 
 async def screened(grammars: GrammarCompiler, kind: Any, value: Any = None) -> str:
-    return await grammars.compile(encode(Task(Answer(kind, value))), {None: "field"})
+    return (await grammars.compile(encode(Task(Answer(kind, value))), {None: "field"})).text
 
 
 async def refusal(grammars: GrammarCompiler, kind: Any, value: Any = None) -> RequestError:
@@ -54,6 +55,14 @@ async def test_the_process_starts_with_the_first_grammar_and_ends_with_the_compi
     grammars.close()
     assert not process.is_running()
     assert (await refusal(grammars, "regex", "a")).status == 503
+
+
+async def test_what_is_left_out_of_tools_is_named(grammars: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    task = Task(tools=(Tool("f", schema, 1),), tool_format=TOOL_FORMATS["hermes"])
+    found = await grammars.compile(encode(task), {None: "tools", 1: "tools[1].function.parameters"})
+    assert found.text and found.left_out == ("tools[1].function.parameters.properties.a.not",)
+    assert await grammars.compile(encode(task), {1: "x"}) == found._replace(left_out=("x.properties.a.not",))
 
 
 async def test_errors_name_the_field(grammars: GrammarCompiler) -> None:

@@ -217,6 +217,27 @@ def test_random_schemas(seed: int) -> None:
             validator.validate(json.loads(text))
 
 
+@pytest.mark.parametrize(
+    ("form", "values"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "1999-12-31", "2021-02-29", "1900-02-29", "2024-04-31", "0000-01-01"]),
+        ("date-time", ["2024-02-29T23:59:59Z", "2024-02-29T23:59:59.5+01:00", "2023-02-29T00:00:00Z", "2024-02-29"]),
+        ("time", ["23:59:59Z", "00:00:00-12:30", "24:00:00Z", "22:59:60Z", "12:00:00"]),
+        ("hostname", ["a", "example.com", "a-b.c", "-a.b", "a-.b", "xn--a", "a..b", "a" * 64]),
+    ],
+)
+def test_formats_that_llguidance_reads_too_widely_are_exact(form: str, values: list[str]) -> None:
+    grammar = answer("json_schema", {"type": "string", "format": form})
+    wrong = {"2021-02-29", "1900-02-29", "2024-04-31", "0000-01-01", "2023-02-29T00:00:00Z", "24:00:00Z", "22:59:60Z"}
+    wrong |= {"12:00:00", "-a.b", "a-.b", "xn--a", "a..b", "a" * 64} | (
+        {"2024-02-29"} if form == "date-time" else set()
+    )
+    for value in values:
+        assert accepts(grammar, json.dumps(value)) == (value not in wrong), value
+    both = answer("json_schema", {"type": "string", "format": form, "pattern": "2"})
+    assert not accepts(both, '"x"')
+
+
 NOT_IMPLEMENTED: dict[str, Any] = {
     "not": {"const": 1},
     "if": {"const": 1},

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from coordinator.grammar.errors import UNSUPPORTED
+from coordinator.grammar.errors import MALFORMED, UNSUPPORTED
 from coordinator.grammar.task import Answer, Task, Tool
 from coordinator.output.detection import detect
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
@@ -216,6 +216,36 @@ def test_what_a_schema_cannot_have_obeyed_is_left_out(schema: Any, good: list[st
     grammar = model.grammar(Task(tools=schema_tool(schema), tool_format=TOOL_FORMATS["hermes"]))
     assert all(model.accepts(grammar, call(each)) for each in good)
     assert not any(model.accepts(grammar, call(each)) for each in bad)
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "left_out"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, ()),
+        ({"properties": {"a": {"not": {}}}}, (".properties.a.not",)),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, None),
+        ({"$ref": "http://a.b/c"}, (".$ref", "")),
+    ],
+)
+def test_what_is_left_out_is_named(form: str, schema: Any, left_out: tuple[str, ...] | None) -> None:
+    made = family(form).verdict(Task(tools=schema_tool(schema), tool_format=TOOL_FORMATS[form]))
+    found = tuple(path for index, path in made.left_out if index == 3)
+    assert len(found) == len(made.left_out) and (found == left_out if left_out is not None else found)
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "objec"}, ".type"),
+        ({"properties": {"a": "string"}}, ".properties.a"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, ".properties.a.$ref"),
+    ],
+)
+def test_a_malformed_schema_is_an_error_of_the_client(form: str, schema: Any, path: str) -> None:
+    made = family(form).verdict(Task(tools=schema_tool(schema), tool_format=TOOL_FORMATS[form]))
+    assert made.code in MALFORMED and (made.path, made.subject) == (path, 3)
 
 
 def test_a_strict_tool_is_obeyed_or_refused() -> None:

@@ -246,6 +246,18 @@ async def test_calls_that_no_grammar_constrains_say_so(tmp_path: Path) -> None:
         assert (await talker.whole(HELLO))[1]
 
 
+async def test_keywords_that_are_left_out_of_tools_are_named(tools: FakeCluster) -> None:
+    await talk(tools, CALL)
+    schema = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "Rome"}}}}
+    asked = {**HELLO, "tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}]}
+    response, body = await tools.post(CHAT, asked)
+    assert response.status == 200, body
+    assert response.headers["x-tandem-ignored"] == "tools[0].function.parameters.properties.city.not"
+    schema["type"] = "objec"
+    response, body = await tools.post(CHAT, asked)
+    assert (response.status, body["error"]["param"]) == (400, "tools[0].function.parameters.type")
+
+
 async def test_tools_whose_schemas_cannot_be_compiled_say_so(
     tools: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
