@@ -1,12 +1,15 @@
 """Grammars of whole outputs: reasoning, then an answer, tool calls, or text in which tool calls are obeyed.
 
-Where a marker is a control token, free text is any tokens but the marker and the ends of the sequence, so that nothing
-else is restricted, and a bound on reasoning counts tokens. Where it is text, free text has no control tokens, and only
-the whole marker begins a call; text that resembles it stays possible. In families without a marker, an output is a call
-exactly if it begins like one of a known tool, which is how it is read.
+What begins a call is what :mod:`coordinator.output.introductions` says, by which outputs are read too; from there on
+the call is obeyed. Where all markers are or contain control tokens, free text is any tokens but those and the ends of
+the sequence, so that nothing else is restricted, and a bound on reasoning counts tokens. Where one is text, free text
+has no control tokens, and only the whole marker begins a call; text that resembles it stays possible. In families
+without a marker, an output is a call exactly if it begins like one of a known tool.
 """
 
 from __future__ import annotations
+
+import functools
 
 from coordinator.grammar import lark, texts
 from coordinator.grammar.answers import answer
@@ -15,6 +18,7 @@ from coordinator.grammar.structural_tag import markers
 from coordinator.grammar.task import Task
 from coordinator.grammar.tool_calls import Calls, Detail
 from coordinator.output.formats import ReasoningFormat
+from coordinator.output.introductions import counting
 from coordinator.requests.spec import Constraint
 
 GAP = r"/[ \t\r\n]{1,4}/"
@@ -58,11 +62,12 @@ class Output:
         """Return the expression for reasoning between tags and what comes behind it. If the prompt does not end inside
         reasoning, the output may begin with some."""
         rest = self._grammar.rule("answer", self._around_content(form))
-        reasoned = self._reasoned(form, rest)
+        begins_free = not self._task.thinking and self._begins_free(form)
+        reasoned = self._reasoned(form, rest, begins_free)
         if self._task.thinking:
             return reasoned
         begin = markers(form.begin.strip(), self._vocabulary)
-        before = self._free() if self._begins_free(form) else self._space
+        before = self._free() if begins_free else self._space
         return self._grammar.rule("output", f"{before} {begin} {reasoned} | {rest}")
 
     def _begins_free(self, form: ReasoningFormat) -> bool:
@@ -71,20 +76,28 @@ class Output:
             return False
         if self._calls is None:
             return True
-        return not self._task.forced and bool(self._calls.form.opening) and isinstance(self._trigger()[0], int)
+        return not self._task.forced and bool(self._calls.form.opening) and self._by_token()
 
-    def _reasoned(self, form: ReasoningFormat, rest: str) -> str:
-        """Return the expression for reasoning that has begun, its end, and ``rest``."""
+    def _reasoned(self, form: ReasoningFormat, rest: str, behind_text: bool) -> str:
+        """Return the expression for reasoning that has begun, its end, and ``rest``. ``behind_text``: there may be text
+        before it. Readers then may take it for content, so that no call may begin in it."""
         end = form.end.strip()
-        if (token := self._vocabulary.control_id(end)) is None:
+        calls = self._beginnings if form.ended_by_call else []
+        token = self._vocabulary.control_id(end)
+        if token is None and not calls:
             return f"{self._text_thoughts(end)} {self._space} {rest}"
+        if token is None or not all(isinstance(trigger, int) for trigger, _ in calls):
+            if self._task.max_reasoning_tokens is not None:
+                unsupported("is not supported with tools: text may end the reasoning of this model.")
+            ends = (end if token is None else token, f"{self._space} {rest}")
+            return self._in_text([ends, *calls], self._any_text())
         ended = f"{lark.tokens(token)} {self._space} {rest}"
-        trigger = None if self._calls is None or not form.ended_by_call else self._trigger()[0]
-        if not isinstance(trigger, int):
-            return f"{self._thoughts(token)} {ended}"
-        called = f"{lark.tokens(trigger)} {self._behind_trigger()}"
-        ended = self._grammar.rule("ended", f"{ended} | {called}")
-        return f"{self._thoughts(token, trigger)} {ended}"
+        if not calls:
+            hidden = self._triggers() if behind_text and not form.anywhere else ()
+            return f"{self._thoughts(token, *hidden)} {ended}"
+        called = (f"{lark.tokens(trigger)} {behind}" for trigger, behind in calls if isinstance(trigger, int))
+        ended = self._grammar.rule("ended", " | ".join((ended, *called)))
+        return f"{self._thoughts(token, *self._triggers())} {ended}"
 
     def _thoughts(self, *ids: int) -> str:
         """Return the expression for reasoning: tokens other than ``ids`` and the ends of a sequence, within the
@@ -121,9 +134,9 @@ class Output:
         if self._calls is None:
             return constrained or self._free()
         if self._task.forced:
-            return f"{self._space} {self._whole_group()}"
+            return f"{self._space} {self._calls.whole_group()}"
         if constrained is not None:
-            return f"{self._space} {self._whole_group()} | {constrained}"
+            return f"{self._space} {self._calls.whole_group()} | {constrained}"
         return self._text_with_calls() if self._calls.form.opening else self._unmarked()
 
     def _answer(self) -> str | None:
@@ -142,69 +155,73 @@ class Output:
 
     def _free(self) -> str:
         """Return the expression for any tokens that begin neither reasoning nor a call."""
-        form, texts = self._task.reasoning, list[str]()
-        if form is not None:
-            texts.append(form.begin.strip())
-        if self._calls is not None:
-            texts += [self._calls.opening(), *self._calls.form.also]
-        parts = [self._vocabulary.split(text)[0] for text in texts if text]
-        return f"{self._other_tokens(*(part for part in parts if isinstance(part, int)))}*"
+        form, ids = self._task.reasoning, self._triggers()
+        begin = self._vocabulary.split(form.begin.strip())[:1] if form is not None else []
+        return f"{self._other_tokens(*ids, *(part for part in begin if isinstance(part, int)))}*"
 
     # -- text with calls --------------------------------------------------------------------------------------------
 
-    def _trigger(self) -> tuple[str | int, str]:
-        """Return what begins a group of calls, a text or a control token, and the text between it and the group."""
-        assert self._calls is not None
-        opening = self._calls.opening()
-        first = self._vocabulary.split(opening)[0]
-        if isinstance(first, int):
-            token = next(text for text in range(1, len(opening) + 1) if self._vocabulary.control_id(opening[:text]))
-            return first, opening[token:]
-        text = self._calls.form.trigger
-        if opening == f"{text}\n[":  # a word alone is often no call
-            return f"{text}[", ""
-        text = text if len(text) <= len(first) else first
-        return text, opening[len(text) :]
+    @functools.cached_property
+    def _beginnings(self) -> list[tuple[str | int, str]]:
+        """What begins groups of calls in free text, texts or control tokens, and the expression for what stands behind
+        each. If a marker has text and tokens, its first token is what begins the group."""
+        found: list[tuple[str | int, str]] = []
+        for each in counting(self._calls.form, self._names_token) if self._calls is not None else ():
+            assert self._calls is not None
+            behind, parts = self._calls.introduced(each), self._vocabulary.split(each.marker)
+            at = next((at for at, part in enumerate(parts) if isinstance(part, int)), None)
+            if at is None:
+                found.append((each.marker, behind))
+            else:
+                others = (
+                    lark.literal(part) if isinstance(part, str) else lark.tokens(part) for part in parts[at + 1 :]
+                )
+                found.append((parts[at], " ".join((*others, behind))))
+        return found
 
-    def _behind_trigger(self) -> str:
-        assert self._calls is not None
-        return f"{self._calls.flexible(self._trigger()[1])} {self._calls.group()}"
+    def _names_token(self, text: str) -> bool:
+        return any(isinstance(part, int) for part in self._vocabulary.split(text))
 
-    def _whole_group(self) -> str:
-        assert self._calls is not None
-        return f"{self._calls.flexible(self._calls.opening())} {self._calls.group()}"
+    def _triggers(self) -> list[int]:
+        """Return the control tokens that begin groups of calls."""
+        return [trigger for trigger, _ in self._beginnings if isinstance(trigger, int)]
 
-    def _other_introductions(self) -> list[str]:
-        """Return expressions for groups of calls that other markers introduce, those that are control tokens."""
-        calls = self._calls
-        assert calls is not None
-        bracket = '"["' if calls.opening().endswith("[") else ""
-        return [
-            f"{lark.tokens(token)} {calls.space} {bracket} {calls.group()}"
-            for other in calls.form.also
-            if (token := self._vocabulary.control_id(other)) is not None
-        ]
+    def _by_token(self) -> bool:
+        """Return whether all groups of calls begin with control tokens."""
+        return all(isinstance(trigger, int) for trigger, _ in self._beginnings)
+
+    def _in_text(self, beginnings: list[tuple[str | int, str]], text: str) -> str:
+        """Return the expression for text, of the terminal ``text``, up to the first of ``beginnings``, and for what is
+        behind that."""
+        options: list[str] = []
+        for trigger, behind in beginnings:
+            if isinstance(trigger, int):
+                options.append(f"{text} {lark.tokens(trigger)} {behind}")
+            else:
+                head = self._grammar.shared("head", f"{text} {lark.literal(trigger)}", "[lazy]")
+                options.append(f"{head} {behind}")
+        return self._grammar.shared("part", " | ".join(options))
+
+    def _any_text(self) -> str:
+        return self._grammar.shared("TEXT", lark.ANY_TEXT)
 
     def _text_with_calls(self) -> str:
-        """Return the expression for text in which the trigger of the family begins calls."""
-        trigger, _ = self._trigger()
-        if isinstance(trigger, int):
-            options = [f"{lark.tokens(trigger)} {self._behind_trigger()}", *self._other_introductions()]
+        """Return the expression for text in which markers begin calls."""
+        beginnings = self._beginnings
+        if self._by_token():
             free = self._grammar.rule("free", self._free())
-            group = self._grammar.rule("calls", " | ".join(options))
+            group = self._grammar.rule("calls", " | ".join(f"<[{trigger}]> {behind}" for trigger, behind in beginnings))
             return f"{free} ({group} {free}){'*' if self._task.parallel else '?'}"
-        text = self._grammar.rule("TEXT", lark.ANY_TEXT)
-        head = self._grammar.rule("head", f"{text} {lark.literal(trigger)}", "[lazy]")
-        options = [f"{head} {self._behind_trigger()}", *(f"{text} {each}" for each in self._other_introductions())]
-        part = self._grammar.rule("part", " | ".join(options))
+        text = self._any_text()
+        part = self._in_text(beginnings, text)
         return f"{part}* {text}" if self._task.parallel else f"{part} | {text}"
 
     def _unmarked(self) -> str:
         """Return the expression for text that is a call exactly if it begins like one."""
-        calls = self._calls
-        assert calls is not None
-        text = calls.unlike_calls()
-        return " | ".join([calls.unmarked_group(), text, *(f"{text} {each}" for each in self._other_introductions())])
+        assert self._calls is not None
+        text, beginnings = self._calls.unlike_calls(), self._beginnings
+        options = [self._calls.unmarked_group(), text]
+        return " | ".join([*options, self._in_text(beginnings, text)] if beginnings else options)
 
     # -- channels ---------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,9 @@ from coordinator.grammar.tagged import Tagged
 from coordinator.grammar.task import Tool
 from coordinator.grammar.texts import Inexpressible
 from coordinator.output.formats import ToolFormat
+from coordinator.output.introductions import Introduction, call_head, introductions
 
+NEWLINE = "\n"
 Detail = Literal["all", "names", "nothing"]
 """What is obeyed of the schemas of tools that are not strict: all, or of notations without JSON only the names of
 parameters, or nothing, so that arguments may be any object."""
@@ -85,18 +87,47 @@ class Calls:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    @property
-    def listed(self) -> bool:
-        """Whether all calls stand in brackets."""
-        return self.form.listed or self.form.style == "pythonic"
+    def whole_group(self) -> str:
+        """Return the expression for a group of calls with the family's first marker, if it has one."""
+        for first in introductions(self.form)[: len(self.form.opening)]:
+            return f"{self.flexible(first.marker + first.written)} {self.group(first.surplus)}"
+        return f"{self.flexible(f'{NEWLINE}[' if self.form.brackets else '')} {self.group()}"
 
-    def opening(self) -> str:
-        """Return the text before the first call of a group: that of its section, of the call, and a bracket."""
-        return self.form.section[0] + self.form.begin + ("\n[" if self.listed else "")
+    def introduced(self, introduction: Introduction) -> str:
+        """Return the expression for what stands behind the marker of ``introduction``: a group of calls, or a list that
+        says that no tool is called."""
+        before, group = self.flexible(introduction.written), self.group(introduction.surplus)
+        if self.form.no_tool and self.form.brackets:
+            group = f"({group} | {self._no_call()})"
+        return f"{before} {group}"
 
-    def group(self) -> str:
-        """Return the expression for one group of calls behind :meth:`opening`."""
-        return self._rule("group", f"{self._spaced_call()} {self._others()}")
+    def group(self, surplus: Sequence[str] = ()) -> str:
+        """Return the expression for one group of calls behind its marker and bracket. ``surplus``: markers behind it
+        that may be missing. If they close what is around single calls, there is one call."""
+        if surplus and not self.form.brackets:
+            closing = self.form.closing[: len(self.form.closing) - len(surplus)]
+            rest = (
+                f"{self.space} {self.flexible(NEWLINE.join(closing))} ({self.flexible(NEWLINE.join(('', *surplus)))})?"
+            )
+            return self._rule("group", f"{self._spaced_call()} {rest}")
+        others = self._others(closed=not surplus)
+        if self.form.style != "pythonic" or self.form.brackets:
+            return self._rule("group", f"{self._spaced_call()} {others}")
+        space, end = self.space, self.flexible(self.form.end)  # the brackets may be missing
+        call = self._spaced_call()
+        bare = f"{call} ({space} {self._call()})*" if self.parallel else call
+        comma = f'({space} "," {space} {self._call()})*' if self.parallel else ""
+        return self._rule("group", f'({space} "[" {call} {comma} {space} "]" | {bare}) {space} {end}')
+
+    def _no_call(self) -> str:
+        """Return the expression for a list of one object that names no tool."""
+        space, form = self.space, self.form
+        names = " | ".join(lark.literal(f'"{name}"') for name in form.no_tool)
+        name = f'{lark.literal(f"{chr(34)}{form.name_key}{chr(34)}")} {space} ":" {space} ({names})'
+        arguments = f'{lark.literal(f"{chr(34)}{form.arguments_key}{chr(34)}")} {space} ":" {space} "{{" {space} "}}"'
+        members = f'{name} {space} "," {space} {arguments}'
+        end = f"{self.flexible(form.end)} {self.flexible(form.section[1])}"
+        return self._rule("none", f'{space} "{{" {space} {members} {space} "}}" {space} "]" {space} {end}')
 
     def unmarked_group(self) -> str:
         """Return the expression for a group of calls without markers. Its beginning up to the name is one terminal, so
@@ -109,31 +140,31 @@ class Calls:
                 head = self._grammar.rule("HEAD", lark.regex(rf"{blank}\[{blank}{name}\("))
                 options.append(f"{head} {self._pythonic(tool)}")
             else:
-                key = rf'{blank}\{{{blank}"{self.form.name_key}"{blank}:{blank}"{name}"'
+                kind = rf'(?:"type"{blank}:{blank}"function"{blank},{blank})?'
+                key = rf'{blank}\{{{blank}{kind}"{self.form.name_key}"{blank}:{blank}"{name}"'
                 options.append(f'{self._grammar.rule("HEAD", lark.regex(key))} {self._json(tool)} {self.space} "}}"')
         return self._rule("group", f"({' | '.join(options)}) {self._others()}")
 
     def unlike_calls(self) -> str:
-        """Return the expression for text that does not begin like a call without markers."""
-        names = "|".join(re.escape(tool.name) for tool in self.tools)
-        if self.form.style == "pythonic":
-            like_call = rf"\s*\[?\s*({names})\s*\((?s:.*)"
-        else:
-            like_call = rf"\s*(\[\s*)?\{{\s*[\"']({self.form.name_key}|function)[\"']\s*:\s*[\"']({names})[\"'](?s:.*)"
-        return self._grammar.rule("TEXT", f"{lark.ANY_TEXT} & ~{lark.regex(like_call)}")
+        """Return the terminal for text that does not begin like a call without markers."""
+        like_call = call_head(self.form, [tool.name for tool in self.tools])
+        return self._grammar.rule("TEXT", f"{lark.ANY_TEXT} & ~{lark.regex(f'{like_call}(?s:.*)')}")
 
-    def _others(self) -> str:
-        """Return the expression for what follows the first call: others, and the end of the group."""
+    def _others(self, *, closed: bool = True) -> str:
+        """Return the expression for what follows the first call: others, and the end of the group. ``closed``: the end
+        of its section must be there."""
         form = self.form
-        end, closed = self.flexible(form.end), self.flexible(form.section[1])
-        if self.listed:
+        end, section = self.flexible(form.end), self.flexible(form.section[1])
+        if not closed:
+            section = f"({section})?"
+        if self.form.brackets:
             more = f'({self.space} "," {self.space} {self._call()})*' if self.parallel else ""
             end = f"({end})?" if end and not form.opening else end
-            return f'{more} {self.space} "]" {self.space} {end} {closed}'
+            return f'{more} {self.space} "]" {self.space} {end} {section}'
         between = self.flexible(form.between.strip())
         between = f"({between})? {self.space}" if between else ""
         call = f"{self.space} {end} {self.space} {between} {self.flexible(form.begin)} {self._spaced_call()}"
-        return f"{f'({call})*' if self.parallel else ''} {self.space} {end} {closed}"
+        return f"{f'({call})*' if self.parallel else ''} {self.space} {end} {section}"
 
     def named_calls(self, before_arguments: str) -> str:
         """Return the expression for a name, ``before_arguments`` and the arguments in JSON, of any of the tools."""

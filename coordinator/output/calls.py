@@ -56,7 +56,8 @@ def read_json_calls(context: Context, known_only: bool = False) -> CallReading:
 
     Keys may come in any order, and other keys are ignored. Missing or null arguments are an empty object; arguments
     given as a string of JSON are decoded. An object without a name, or with arguments that are no object, is no call.
-    ``known_only``: neither is one that does not begin with the name of a known tool."""
+    Neither is one that says that no tool is called. ``known_only``: only one that begins with a known tool's name is a
+    call."""
     format, stream = context.format, context.stream
     if not known_only:
         yield from stream.accept(markers("```json"))
@@ -159,7 +160,9 @@ class _JsonCall:
             value = value.get("name")
         if isinstance(value, str):
             self._name = self._context.clean(value)
-        return bool(self._name) and (not self._known_only or self._name in self._context.tools)
+        if self._name in self._context.tools:
+            return True
+        return bool(self._name) and not self._known_only and self._name not in self._context.format.no_tool
 
 
 def read_named_call(context: Context) -> CallReading:

@@ -47,7 +47,12 @@ class ToolFormat:
     """Other markers that may introduce a call instead of ``section[0]`` and ``begin``."""
     section: tuple[str, str] = ("", "")
     """Texts around all calls of a turn."""
+    leaves_out: bool = False
+    """Whether models are known to leave the first marker out at times. A later one then begins a call even if it is
+    text and the first is a token."""
     between: str = ""
+    no_tool: tuple[str, ...] = ()
+    """Names that a model writes instead of a tool's name to say that it calls none."""
     name_key: str = "name"
     """Key of the name in a call's object; "" if the object is ``{NAME: OBJECT}``."""
     arguments_key: str = "arguments"
@@ -82,6 +87,11 @@ class ToolFormat:
     def closing(self) -> tuple[str, ...]:
         """Markers behind a call, in their order; each may be missing."""
         return pieces(f"{self.end}\n{self.section[1]}")
+
+    @property
+    def brackets(self) -> bool:
+        """Whether the calls of a turn always stand in brackets. Between markers, Python's calls may also do without."""
+        return self.listed or (self.style == "pythonic" and not self.opening)
 
     @property
     def trigger(self) -> str:
@@ -146,6 +156,7 @@ _QWEN_CODER = ToolFormat(
     after_key=">\n",
     after_value="\n</parameter>\n",
     end="</function>\n</tool_call>",
+    leaves_out=True,
     between="\n",
 )
 _DEEPSEEK = ToolFormat(
@@ -228,6 +239,7 @@ _TOOLS = (
         name="seed_oss",
         begin="<seed:tool_call>\n<function=",
         end="</function>\n</seed:tool_call>",
+        leaves_out=False,
         after_key=">",
         after_value="</parameter>\n",
     ),
@@ -277,6 +289,7 @@ _TOOLS = (
         style="json",
         section=("Action: ```json\n", "\n```"),
         listed=True,
+        no_tool=("directly-answer", "directly_answer"),
         between=",\n",
         name_key="tool_name",
         arguments_key="parameters",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import regex
 
 from coordinator.output.calls import (
     CallReading,
@@ -15,6 +18,7 @@ from coordinator.output.calls import (
 from coordinator.output.deltas import Delta, DeltaWriter
 from coordinator.output.formats import OutputFormat, ReasoningFormat, ToolFormat, pieces
 from coordinator.output.harmony import MARKERS, HarmonyReader
+from coordinator.output.introductions import call_head, counting, introductions
 from coordinator.output.parameters import read_parameters_call
 from coordinator.output.prose import Prose
 from coordinator.output.region_reader import RegionReader
@@ -29,8 +33,8 @@ class OutputParser:
     reasoning. Without ``parse_tools`` or ``parse_reasoning`` the markers concerned are plain content. ``new_id``: makes
     the identifier of a call, where the model writes none. ``tokens``: texts of added tokens of the tokenizer. A marker
     with one of them counts only where that arrived as one token. Spelled by other tokens, as the tokenizer spells it
-    in strings of a client and as a model may repeat it, it is ordinary text. If the family's first marker of a call is
-    such a token, calls need a token.
+    in strings of a client and as a model may repeat it, it is ordinary text. Which markers begin calls is said in
+    :mod:`coordinator.output.introductions`.
 
     No text raises. Whitespace around reasoning, before a call and behind one is dropped. What begins as a call and is
     none (no name, arguments that are no object) is content, marker included. A tool's name need not be known, except
@@ -137,21 +141,21 @@ class _Reader:
         self._thought = Prose(writer.reasoning)
         self._context = context
         self._reasoning = reasoning
-        self._opening: tuple[str, ...] = ()
-        self._every: tuple[str, ...] = ()
-        """Markers that may introduce a call inside a section of calls."""
+        self._every = {} if context is None else {each.marker: each for each in introductions(context.format)}
+        """What may introduce a call inside a section of calls, by marker."""
         self._triggers: tuple[str, ...] = ()
-        """Those that may introduce one anywhere."""
+        """Markers that may introduce one anywhere."""
         self._section: tuple[str, ...] = ()
         self._in_section = False
         self._closing: tuple[str, ...] = ()
         if context is not None:
-            self._opening, self._closing = context.format.opening, context.format.closing
-            self._every = self._triggers = (*self._opening, *context.format.also)
-            if any(map(stream.names_token, self._opening[:1])):  # text that no token marks is no call then
-                self._triggers = tuple(filter(stream.names_token, self._every))
+            self._closing = context.format.closing
+            self._triggers = tuple(each.marker for each in counting(context.format, stream.names_token))
             self._section = pieces(context.format.section[1])
-        self._marked = bool(self._opening)
+        self._marked = context is not None and bool(context.format.opening)
+        self._fresh = True
+        """Whether a call without a marker may begin: before all content, and behind a call."""
+        self._head = _head(context) if context is not None and not self._marked else None
         self._separator = "" if context is None or self._marked else context.format.between.strip()
 
     def read(self, thinking: bool) -> Reading:
@@ -166,12 +170,13 @@ class _Reader:
             if marker in self._every:
                 marker = yield from self._calls(marker)
                 continue
-            if not self._marked and not self._content.begun and self._context is not None:
+            if not self._marked and self._fresh and self._context is not None:
                 found = yield from self._unmarked_call(self._context)
                 if found is not None:
                     marker = found
                     continue
             marker = yield from self._stream.pass_until(self._expected(), self._content.add)
+            self._fresh = self._fresh and not self._content.begun
             if not marker:
                 self._content.flush()
                 return
@@ -181,6 +186,7 @@ class _Reader:
                 else:
                     marker = yield from self._reason(self._reasoning)
             elif marker not in self._every:
+                self._fresh = False
                 self._content.mark()
 
     def _expected(self) -> Markers:
@@ -194,7 +200,7 @@ class _Reader:
 
     def _introductions(self) -> tuple[str, ...]:
         """Return the markers that may introduce a call here."""
-        return self._every if self._in_section else self._triggers
+        return tuple(self._every) if self._in_section else self._triggers
 
     def _close(self, marker: str) -> None:
         """Note that ``marker``, which ends calls or is "", was read."""
@@ -218,24 +224,34 @@ class _Reader:
         none, or None if the text is no call."""
         stream = self._stream
         stream.record(0)
-        char = yield from stream.skip_space()
         outcome: Outcome = "none"
-        if char == "[" and context.format.style == "pythonic":
-            outcome = yield from read_pythonic_calls(context, known_only=True)
-        elif char and char in "[{" and context.format.style == "json":
-            outcome = yield from read_json_calls(context, known_only=True)
+        if (yield from self._stands_head()):
+            read = read_pythonic_calls if context.format.style == "pythonic" else read_json_calls
+            outcome = yield from read(context, known_only=True)
         if outcome == "none":
             self._content.add(stream.recorded())
             return None
         return (yield from self._after(outcome))
 
+    def _stands_head(self) -> Generator[None, None, bool]:
+        """Return whether the unread text begins like a call without a marker."""
+        stream, head = self._stream, self._head
+        while head is not None:
+            found = head.match(stream.text, stream.at, partial=not stream.ended)
+            if found is None or not found.partial:
+                return found is not None
+            yield
+        return False
+
     def _calls(self, marker: str) -> Generator[None, None, str]:
         """Read what a marker introduces. Return the marker of the next call, or "" if none follows directly."""
         assert self._context is not None
         stream, style = self._stream, self._context.format.style
+        introduction = self._every[marker]
         stream.record(len(marker))
-        self._in_section = self._in_section or (bool(self._section) and marker == self._opening[0])
-        rest = self._opening[self._opening.index(marker) + 1 :] if marker in self._opening else ()
+        stream.at -= introduction.bracket
+        self._in_section = self._in_section or (bool(self._section) and marker == next(iter(self._every)))
+        rest = introduction.following
         while rest and (found := (yield from stream.accept(markers(*rest)))):
             rest = rest[rest.index(found) + 1 :]
         char = yield from stream.skip_space()
@@ -256,6 +272,7 @@ class _Reader:
         that ended a broken one."""
         stream = self._stream
         self._content.mark()
+        self._fresh = True
         if outcome == "broken":
             marker = yield from stream.pass_until(markers(*self._introductions(), *self._closing), _ignore)
             if marker in self._every:
@@ -268,6 +285,11 @@ class _Reader:
         if self._separator:
             yield from stream.accept(markers(self._separator))
         return ""
+
+
+def _head(context: Context) -> Any:
+    """Return the pattern of the beginning of a call without a marker, None if no tool is known."""
+    return regex.compile(call_head(context.format, context.tools)) if context.tools else None
 
 
 _READERS: dict[str, Callable[[Context], CallReading]] = {

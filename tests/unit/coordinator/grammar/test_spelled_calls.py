@@ -16,6 +16,7 @@ MARKED = [
     for each in TRANSCRIPTS
     if each.calls
     and not each.thinking
+    and not TOOL_FORMATS[each.tools].leaves_out
     and any(token in marker for marker in TOOL_FORMATS[each.tools].opening[:1] for token in each.control)
 ]
 

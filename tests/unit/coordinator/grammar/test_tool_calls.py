@@ -25,7 +25,15 @@ def tools_of(given: Any = TOOLS, *, strict: bool = False) -> tuple[Tool, ...]:
     return tuple(Tool(each["name"], each.get("parameters"), at, strict) for at, each in enumerate(functions))
 
 
-NOT_WRITTEN = ("get_weather.call(", "get_weather('Paris')", "now[ARGS]", "to=python", "A plain answer", "<|call|>")
+NOT_WRITTEN = (
+    "get_weather.call(",
+    "get_weather('Paris')",
+    "print(1)",
+    "now[ARGS]",
+    "to=python",
+    "A plain answer",
+    "<|call|>",
+)
 """Parts of transcripts that are read but that a grammar does not let models write: arguments by position, calls without
 arguments, tools of the model itself, answers outside of a channel; ``<|call|>`` ends gpt-oss's sequences."""
 

@@ -61,7 +61,7 @@ def test_reasoning_goes_on_where_its_end_is_only_spelled(transcript: Transcript)
 @pytest.mark.parametrize(
     ("tools", "tokens", "text"),
     [
-        ("qwen3_coder", ("<tool_call>", "</tool_call>"), "So: <function=now>\n</function>"),
+        ("seed_oss", ("<seed:tool_call>", "</seed:tool_call>"), "So: <function=now>\n</function>"),
         ("minimax_m2", ("<minimax:tool_call>", "</minimax:tool_call>"), 'So: <invoke name="now">\n</invoke>'),
         ("phi4_mini", ("<|tool_call|>", "<|/tool_call|>"), f"functools[{CALL}]"),
         ("granite", ("<|tool_call|>",), f"<tool_call>[{CALL}]"),
@@ -72,6 +72,15 @@ def test_where_a_token_marks_calls_text_alone_does_not(tools: str, tokens: tuple
     for pieces in cuts(text):
         assert read(parser_of(tools, tokens=frozenset(tokens)), pieces) == Read(text)
     assert read(parser_of(tools), [(text, False)]).calls
+
+
+def test_a_first_marker_that_models_leave_out_may_be_missing() -> None:
+    tokens = frozenset(("<tool_call>", "</tool_call>"))
+    text = "So: <function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+    for end in ("", "\n</tool_call>"):
+        for pieces in cuts(text + end, ["</tool_call>"]):
+            found = read(parser_of("qwen3_coder", tokens=tokens), pieces)
+            assert (found.content, found.named) == ("So:", [("get_weather", {"city": "Paris"})])
 
 
 def test_a_spelled_marker_before_a_real_one_hides_nothing() -> None:
