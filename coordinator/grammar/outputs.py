@@ -84,13 +84,8 @@ class Output:
         end = form.end.strip()
         calls = self._beginnings if form.ended_by_call else []
         token = self._vocabulary.control_id(end)
-        if token is None and not calls:
-            return f"{self._text_thoughts(end)} {self._space} {rest}"
         if token is None or not all(isinstance(trigger, int) for trigger, _ in calls):
-            if self._task.max_reasoning_tokens is not None:
-                unsupported("is not supported with tools: text may end the reasoning of this model.")
-            ends = (end if token is None else token, f"{self._space} {rest}")
-            return self._in_text([ends, *calls], self._any_text())
+            return self._text_thoughts([(end if token is None else token, f"{self._space} {rest}"), *calls])
         ended = f"{lark.tokens(token)} {self._space} {rest}"
         if not calls:
             hidden = self._triggers() if behind_text and not form.anywhere else ()
@@ -107,18 +102,20 @@ class Output:
             return ""
         return self._other_tokens(*ids) + ("*" if most is None else f"{{0,{most}}}")
 
-    def _text_thoughts(self, end: str) -> str:
-        """Return the expression for reasoning up to the text ``end``, within the bound. Behind its last token the only
-        continuation is ``end``, so that this is forced."""
+    def _text_thoughts(self, ends: list[tuple[str | int, str]]) -> str:
+        """Return the expression for reasoning up to the first of ``ends``, texts or tokens, and for what stands behind
+        each, within the bound. Behind its last token the only continuation is an end, so that it is forced."""
         most = self._task.max_reasoning_tokens
         if most is None:
-            return self._grammar.rule("reasoning", f"{lark.ANY_TEXT} {lark.literal(end)}", "[lazy]")
+            return self._in_text(ends, self._any_text())
+        options = (f"{lark.tokens(end) if isinstance(end, int) else lark.literal(end)} {rest}" for end, rest in ends)
+        ended = self._grammar.rule("ended", " | ".join(options))
         if most == 0:
-            return lark.literal(end)
-        within = self._grammar.other(texts.pieces_without(end))
+            return ended
+        within = self._grammar.other(texts.pieces_without(*(end for end, _ in ends if isinstance(end, str))))
         # llguidance lets a part at the very beginning have one more token than its ``max_tokens``, unless that is 0
         thoughts = self._grammar.rule("reasoning", within, f"[max_tokens={most - self._task.thinking}]")
-        return f"{thoughts} {lark.literal(end)}"
+        return f"{thoughts} {ended}"
 
     def _around_content(self, form: ReasoningFormat) -> str:
         rest = self._rest()

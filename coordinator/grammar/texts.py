@@ -126,22 +126,45 @@ def without(text: str) -> str:
     return f"~{lark.regex(f'(?s:.*){re.escape(text)}(?s:.*)')}"
 
 
-def pieces_without(end: str) -> str:
-    """Return a grammar for texts without ``end``, in pieces that leave ``end`` behind them recognizable. Raises
-    GrammarError if the first character of ``end`` occurs in it again."""
-    first, others = end[0], end[1:]
-    if first in others:
-        unsupported(f"is not supported: reasoning of this model ends with {end!r}.")
-    broken = begun = ""  # the first characters of ``end`` and another one, and those alone
-    for char in reversed(others):
-        broken = f"(?:[^{re.escape(first + char)}]{f'|{re.escape(char)}{broken}' if broken else ''})"
-    for char in reversed(others[:-1]):
-        begun = f"(?:{re.escape(char)}{begun})?"
-    pieces = (f"[^{re.escape(first)}]+", f"{re.escape(first)}{broken}", f"{re.escape(first)}{begun}")
-    return "start: (OTHER | BROKEN | BEGUN)*\n" + "\n".join(
-        f"{name}: {lark.regex(f'(?s:{piece})')}"
-        for name, piece in zip(("OTHER", "BROKEN", "BEGUN"), pieces, strict=True)
-    )
+def pieces_without(*ends: str) -> str:
+    """Return a grammar for texts without any of ``ends``, none of which is the beginning of another one, in pieces that
+    leave what stands behind them recognizable. Raises GrammarError if the first character of an end occurs inside of
+    one."""
+    firsts = "".join(sorted({end[0] for end in ends}))
+    for end in ends:
+        if set(end[1:]) & set(firsts):
+            unsupported(f"is not supported: reasoning of this model ends with {end!r}.")
+    lines, names = list[str](), ["OTHER"]
+    lines.append(f"OTHER: {lark.regex(f'[^{re.escape(firsts)}]+')}")
+    for at, first in enumerate(firsts):
+        rests = [end[1:] for end in ends if end[0] == first]
+        pieces = {"BROKEN": _broken(rests, firsts), "BEGUN": _begun(rests)}
+        names += (f"{name}_{at}" for name in pieces)
+        lines += (f"{name}_{at}: {lark.regex(re.escape(first) + piece)}" for name, piece in pieces.items())
+    return "\n".join([f"start: ({' | '.join(names)})*", *lines])
+
+
+def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Return what stands behind the first character of ``texts``, by that, without empty texts."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        found.setdefault(text[0], []).extend([text[1:]] if text[1:] else [])
+    return found
+
+
+def _broken(texts: Sequence[str], firsts: str) -> str:
+    """Return the expression for the beginning of one of ``texts`` and a character that neither continues it nor is in
+    ``firsts``."""
+    following = _by_first(texts)
+    options = [f"[^{re.escape(firsts + ''.join(following))}]"]
+    options += (f"{re.escape(char)}{_broken(rests, firsts)}" for char, rests in following.items() if rests)
+    return f"(?:{'|'.join(options)})"
+
+
+def _begun(texts: Sequence[str]) -> str:
+    """Return the expression for the beginning of one of ``texts``, at most all but its last character."""
+    options = [f"{re.escape(char)}{_begun(rests)}" for char, rests in _by_first(texts).items() if rests]
+    return f"(?:{'|'.join(options)})?" if options else ""
 
 
 def joined(given: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import jsonschema
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.grammar.errors import UNSUPPORTED
 from coordinator.grammar.task import Task
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 from coordinator.output.introductions import introductions
@@ -64,6 +65,8 @@ class Case:
     tools: str
     reasoning: str
     thinking: bool
+    most: int | None
+    """Bound of the reasoning in tokens."""
     control: tuple[str, ...]
 
     @property
@@ -72,11 +75,18 @@ class Case:
 
     @functools.cached_property
     def grammar(self) -> str:
-        """The grammar of an output that may call tools, "" if this tokenizer cannot have one."""
+        """The grammar of an output that may call tools, "" if a bound cannot be obeyed."""
         reasoning = REASONING_FORMATS[self.reasoning] if self.reasoning else None
         form, tools = TOOL_FORMATS[self.tools], tools_of(TOOLS, strict=True)
-        made = self.model.verdict(Task(tools=tools, tool_format=form, reasoning=reasoning, thinking=self.thinking))
-        assert not made.error or self.tools == "openai", made.error
+        task = Task(
+            tools=tools,
+            tool_format=form,
+            reasoning=reasoning,
+            thinking=self.thinking,
+            max_reasoning_tokens=self.most,
+        )
+        made = self.model.verdict(task)
+        assert not made.error or (made.code == UNSUPPORTED and self.most is not None), made.error
         return made.grammar
 
     @functools.cached_property
@@ -129,9 +139,8 @@ def _cases() -> Iterator[Case]:
             for reasoning in dict.fromkeys(("harmony",) if name == "openai" else ("", own, "mistral")):
                 tags = REASONING_FORMATS[reasoning] if reasoning and name != "openai" else None
                 tokens = (tags.begin, tags.end) if tags and kind else ()
-                yield Case(name, reasoning, False, tuple(dict.fromkeys((*kind, *tokens))))
-                if reasoning:
-                    yield Case(name, reasoning, True, tuple(dict.fromkeys((*kind, *tokens))))
+                for thinking, most in product((False, True), (None, 3)) if reasoning else ((False, None),):
+                    yield Case(name, reasoning, thinking, most, tuple(dict.fromkeys((*kind, *tokens))))
 
 
 CASES = list(_cases())
