@@ -125,7 +125,12 @@ class _Preparation:
                 self._schema(each, join(path, at), depth) for at, each in enumerate(_array(value, path))
             ]
             either = keyword == "oneOf" and (self._lenient or self._exclusive(schema, value))
-            made["anyOf" if either else keyword] = many
+            if either and "anyOf" in schema:
+                made["allOf"] = [*_list(made.get("allOf")), {"anyOf": many}]
+            elif keyword == "allOf":
+                made["allOf"] = [*many, *_list(made.get("allOf"))]
+            else:
+                made["anyOf" if either else keyword] = many
         elif keyword in _ONE:
             made[keyword] = self._schema(value, path, depth)
         elif keyword == "$ref":
@@ -298,6 +303,10 @@ def _object(value: object, path: str) -> list[tuple[str, object]]:
     if not isinstance(value, dict):
         refuse("must be an object.", path, "invalid_type")
     return list(value.items())
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _array(value: object, path: str) -> list[object]:

@@ -256,6 +256,14 @@ def test_a_malformed_schema_is_an_error_of_the_client(form: str, schema: Any, pa
     assert made.code in MALFORMED and (made.path, made.subject) == (path, 3)
 
 
+def test_both_kinds_of_alternatives_are_obeyed_where_their_branches_overlap() -> None:
+    model = builtin()
+    x = {"anyOf": [{"type": "integer"}, {"type": "string"}], "oneOf": [{"maximum": 5}, {"minimum": 0}]}
+    schema = {"type": "object", "properties": {"x": x}, "required": ["x"]}
+    grammar = model.grammar(Task(tools=schema_tool(schema), tool_format=TOOL_FORMATS["hermes"]))
+    assert model.accepts(grammar, call('{"x": 1}')) and not model.accepts(grammar, call('{"x": null}'))
+
+
 def test_a_strict_tool_is_obeyed_or_refused() -> None:
     model, form = builtin(), TOOL_FORMATS["hermes"]
     schema = {"type": "object", "properties": {"a": {"not": {}}}}
