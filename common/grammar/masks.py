@@ -276,7 +276,9 @@ class Grammars:
             return
         job = grammar.job = Future[None]()
 
-        def submit(_: object) -> None:
+        def submit(done: Future[CompiledGrammar]) -> None:
+            if done.cancelled():  # by the end of the threads, which has their lock
+                return
             with suppress(RuntimeError):  # the threads have ended
                 threads.submit(grammar.compute, output).add_done_callback(lambda _: job.set_result(None))
 

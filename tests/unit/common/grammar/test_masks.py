@@ -20,6 +20,7 @@ from common.grammar.compiled import CompiledGrammars
 from common.grammar.limits import Budget
 from common.grammar.masks import Grammars, OutputTokens, SequenceGrammar
 from tests.fakes.constrained import EOS, TOKENIZER, TOKENS, allowed
+from tests.pace import scaled
 from tests.schemas import schema_grammar
 from tests.unit.common.grammar.test_matcher import THREADS
 
@@ -196,6 +197,20 @@ def test_costly_requests_have_one_thread_that_takes_only_idle_time() -> None:
     finally:
         made.close()
     assert names == [("suspect-masks", os.SCHED_OTHER), ("costly-masks", os.SCHED_IDLE)] * 3
+
+
+def test_grammars_close_while_one_waits_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, compile_ = threading.Event(), CompiledGrammars._compile
+    monkeypatch.setattr(CompiledGrammars, "_compile", lambda self, text: (gate.wait(60), compile_(self, text))[1])
+    made = Grammars(TOKENIZER, TOKENS, (EOS,))
+    made.wait_s = 0.0
+    for at in range(6):
+        made.begin([(0, sequence_of(f'start: "{at}"'))], others=False).finish()
+    closing = threading.Thread(target=made.close, daemon=True)
+    closing.start()
+    closing.join(scaled(20.0))
+    gate.set()
+    assert not closing.is_alive()
 
 
 def test_choices_of_one_request_have_one_budget() -> None:
