@@ -125,6 +125,8 @@ class Choice:
     def _advance(self, token: int, stop_token: bool, ends: bool) -> tuple[str, bool]:
         """Return the text that may be sent after ``token``, and whether a stop string is complete."""
         text = "" if stop_token and not self._include_stop else self._detokenizer.push(token)
+        if stop_token and self._window is not None and not text.endswith(shown := self._window.shown(token)):
+            text += shown
         if ends:
             text += self._detokenizer.finish()
         return (text, False) if self._window is None else self._windowed(text, ends)

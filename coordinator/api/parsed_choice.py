@@ -125,7 +125,8 @@ class ParsedChoice(Choice):
         may be a marker."""
         before, ends = self._parser.reasoning, stop_token and not self._include_stop
         if self._text.is_special(token):
-            text, hidden = self._detokenizer.push(token), self._skip_special or ends
+            shown = stop_token and self._window is not None and self._window.shown(token)
+            text, hidden = self._detokenizer.push(token), ends or (self._skip_special and not shown)
             spelled = self._text.token_text(token)
             delta = _merged([self._parser.push(text), self._parser.push(spelled, hidden, whole=True)])
         elif ends:

@@ -224,7 +224,8 @@ class ResponsesShape:
         text = "" if opened else block.text
         if block.kind == "reasoning":
             return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(block)}
+        logprobs = [] if opened else self._logprobs(block)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, block: Block) -> msgspec.Raw:
         """Return the log-probabilities of the tokens of ``block`` so far."""

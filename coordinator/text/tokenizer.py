@@ -394,6 +394,11 @@ class StopWindow:
         if self.found is None:
             self.found = self._stops.tokens.get(token)
 
+    def shown(self, token: int) -> str:
+        """Return the text of ``token``, after which the output ended, if it is a stop string that is to be shown, which
+        detokenizers may leave out; otherwise ""."""
+        return self._stops.tokens.get(token, "") if self._stops.include else ""
+
     def let_pass(self, text: str) -> str:
         """Return what was held back and ``text`` without looking for stop strings, for tokens before ``min_tokens``."""
         passed, self._held = self._held + text, ""

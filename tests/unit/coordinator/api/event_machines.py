@@ -33,6 +33,7 @@ class ResponsesMachine:
         self._next = 0
         self._open: Event = {}
         self._part = "none"
+        self._scores: list[Event] = []
 
     def accept(self, event: Event) -> None:
         assert event["sequence_number"] == self._next
@@ -60,7 +61,7 @@ class ResponsesMachine:
     def _added(self, event: Event) -> None:
         self.state, self._open, self._part = "item", event["item"], "none"
         assert event["output_index"] == len(self.items) and self._open["status"] == "in_progress"
-        self._open["said"] = ""
+        self._open["said"], self._scores = "", []
 
     def _in_item(self, kind: str, event: Event) -> None:
         item, name = self._open, kind.removeprefix("response.")
@@ -78,14 +79,16 @@ class ResponsesMachine:
         match self._part, name.removeprefix(texts[item["type"]]):
             case "none", "content_part.added" if parted:
                 self._part = "open"
-                assert event["part"]["text"] == ""
+                assert event["part"]["text"] == "" and not event["part"].get("logprobs")
                 item["summarized"] = event["part"]["type"] == "summary_text"
             case ("open", ".delta") | ("none", ".delta") if (self._part == "open") == parted:
                 assert event["delta"]
                 item["said"] += event["delta"]
+                self._scores += event.get("logprobs", [])
             case ("open", ".done") | ("none", ".done") if (self._part == "open") == parted:
                 self._part = "said"
                 assert event["text" if parted else "arguments"] == item["said"]
+                assert event.get("logprobs", []) == self._scores
             case "said", "content_part.done" if parted:
                 self._part = "closed"
                 assert event["part"]["text"] == item["said"]

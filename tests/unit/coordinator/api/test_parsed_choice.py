@@ -13,12 +13,13 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from common import builtin
 from common.core.errors import StartError
 from common.core.request import FinishReason
+from coordinator.api.choice import Choice
 from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading, ParsedChoice
 from coordinator.api.prompt_report import TokenNames
 from coordinator.api.response_encoder import ChatShape
 from coordinator.api.shape import Head
-from coordinator.text.tokenizer import TextModel
+from coordinator.text.tokenizer import StopStrings, TextModel
 from tests.fakes.checkpoint import VOCAB, fake_checkpoint
 
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -83,6 +84,24 @@ def test_markers_that_other_tokens_spell_are_text(tmp_path: Path, special: bool,
 def test_the_token_that_ends_an_output_is_never_shown(tmp_path: Path) -> None:
     choice = read(with_tokens(tmp_path, special=False), f"so{OTHER}", skip_special_tokens=False)
     assert choice.message()["content"] == f"so{OTHER}" and choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_is_a_control_token_is_shown_if_asked_for(tmp_path: Path, include: bool, skip: bool) -> None:
+    text = with_tokens(tmp_path, special=True)
+    fields = {"stop": [OTHER], "include_stop_str_in_output": include, "skip_special_tokens": skip}
+    body = parse_chat({**ASKED, **fields})
+    stops = StopStrings([OTHER], include, text.control_tokens([OTHER]))
+    reading = OutputReading(text.output, body.tool_use, False, True)
+    for choice in (
+        Choice(0, [], body.options, text, stops),
+        ParsedChoice(0, [], body.options, text, stops, reading),
+    ):
+        ids = text.encode(f"so{OTHER}", add_special_tokens=False)
+        list(choice.feed(ids, [None] * len(ids), FinishReason.STOP))
+        assert choice.message()["content"] == (f"so{OTHER}" if include else "so")
+        assert (choice.finish_reason, choice.stop_string) == ("stop", OTHER)
 
 
 def test_a_named_tool_ends_with_stop_as_at_openai(tmp_path: Path) -> None:
