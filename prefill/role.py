@@ -127,11 +127,11 @@ class PrefillWorker(Worker):
             self.planner.add(sequence)
 
     def _compute_only(self, message: Generate, now: float) -> None:
-        """Accept a prompt that nothing follows: its log-probabilities are requested, and no output."""
+        """Accept a prompt that at most one token follows: its log-probabilities are requested, or its first token."""
         request, transfer = message.request, TransferId(message.request.id, message.attempt)
-        if request.sampling.max_tokens:
-            raise WireError(f"{request.sampling.max_tokens} output tokens, which a prefill worker does not compute")
         sequence = Sequence(request, message.attempt)
+        if not sequence.ends_with_next:
+            raise WireError(f"{request.sampling.max_tokens} output tokens, which a prefill worker does not compute")
         if self.requests.accept(request, message.attempt, now, len(sequence.tokens)):
             self._prompts[transfer] = _Prompt(sequence, now)
             self.planner.add(sequence)

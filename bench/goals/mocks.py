@@ -2,8 +2,7 @@
 
 The workers speak the control protocol as real ones do (Hello, heartbeats, one message of spans per step) and hold
 nothing. Prefill returns the first token of the prompt as the first output token as soon as it has the prompt; decode
-repeats it, once per step for all streams. A request of one token ends on prefill, as it does on real workers: decode
-only holds it until the coordinator sends an Abort. No KV is transferred.
+repeats it, once per step for all streams. A request of one token goes to prefill alone. No KV is transferred.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from common.core.ids import SequenceId, TransferId, WorkerName, new_incarnation,
 from common.core.request import FinishReason, Request
 from common.kv.layout import KvLayout, LayerLayout
 from common.net.hosts import host_id
-from common.net.messages import PROTOCOL, Abort, Hello, Lease, LeaseAck, Prefill, Reserve, Role, Timing
+from common.net.messages import PROTOCOL, Abort, Generate, Hello, Lease, LeaseAck, Prefill, Reserve, Role, Timing
 from common.net.sockets import Channels
 from common.worker.membership import Membership, Snapshot
 from common.worker.token_spans import TokenSpanEncoder
@@ -89,7 +88,7 @@ class MockWorker:
             match message:
                 case Lease():
                     self._membership.send(LeaseAck(self._membership.hello.incarnation))
-                case Prefill():
+                case Prefill() | Generate():
                     self._prefill(message)
                 case Reserve(request=request, attempt=attempt):
                     token = unpack_tokens(request.prompt[:4])[0]
@@ -104,7 +103,7 @@ class MockWorker:
         live = b"".join(transfer.request for transfer in self._streams)
         self._membership.snapshot = Snapshot(live, self._membership.acted_on, POOL_BLOCKS, running=len(self._streams))
 
-    def _prefill(self, message: Prefill) -> None:
+    def _prefill(self, message: Prefill | Generate) -> None:
         request, writer = message.request, TokenSpanEncoder()
         token = unpack_tokens(request.prompt[:4])[0]
         finish = FinishReason.LENGTH if request.sampling.max_tokens == 1 else FinishReason.RUNNING
@@ -115,7 +114,7 @@ class MockWorker:
     def _step(self) -> None:
         writer = TokenSpanEncoder()
         for transfer, stream in list(self._streams.items()):
-            if stream.request.sampling.max_tokens > 1 and stream.step(writer):
+            if stream.step(writer):
                 del self._streams[transfer]
         self._send(writer)
 

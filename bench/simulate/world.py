@@ -233,7 +233,7 @@ class World:
         sequence.append(TOKEN)
         if sequence.finish is not FinishReason.RUNNING:
             worker.planner.finish(sequence)
-            if worker.role == "prefill" and job.placement is not None:
+            if worker.role == "prefill" and job.placement is not None and job.placement.prefill is not None:
                 self._workers[job.placement.decode.id].coming -= 1
             self._end(job)
         elif worker.role == "prefill":

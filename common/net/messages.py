@@ -334,7 +334,7 @@ class Reserve(Message, tag="reserve"):
 
 class Generate(Message, tag="generate"):
     """Prefill and decode ``request`` on this worker: a colocated worker, or a decode worker if that is cheaper. A
-    prefill worker gets it if nothing is to be decoded (``max_tokens`` 0)."""
+    prefill worker gets it if nothing is to be decoded (``max_tokens`` 0 or 1)."""
 
     request: Request
     attempt: Count

@@ -164,8 +164,10 @@ class Placer:
 
 def _sampling_on(decode: WorkerHandle, record: RequestRecord) -> SamplingParams:
     """Return the sampling parameters for a request on ``decode``. Without a client's limit, ``max_tokens`` is reduced
-    to what the worker can hold."""
+    to what the worker can hold. A prefill worker holds no output."""
     sampling, demand = record.sampling, record.demand()
+    if decode.role == "prefill":
+        return sampling
     if (missing := demand.output - demand.room(decode.hello)) <= 0:
         return sampling
     if not record.open_ended:

@@ -6,5 +6,5 @@ from typing import Literal
 
 Path = Literal["disagg", "local", "colocated", "prefill"]
 """``disagg``: prefill worker, then decode worker. ``local``: a decode worker computes the prompt too. ``colocated``:
-one colocated worker. ``prefill``: a prefill worker alone, since its first token ended the request or no output was
+one colocated worker. ``prefill``: a prefill worker alone, since its first token ended the request or at most one was
 requested."""

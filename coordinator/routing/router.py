@@ -89,6 +89,12 @@ class Demand:
         """Output tokens per choice for which a worker must have room."""
         return self.output if self.enough is None else min(self.output, self.enough)
 
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether the step that computes the last token to prefill is the last step of the request: it has no output,
+        or one token."""
+        return self.output <= 1 and not self.diverged
+
     def room(self, hello: Hello) -> int:
         """Return the maximum output per choice that an idle worker can hold after ``tokens``; negative if it cannot
         even hold ``tokens``. The inverse of :meth:`blocks`."""
@@ -259,20 +265,28 @@ class Router:
         ready = [worker.hello for role in _HOLDERS for worker in self.registry.ready(role)]
         return ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
 
-    def _alone(self, demand: Demand) -> Placement | Wait | None:
-        """Place a request without output on a prefill worker, from which nothing is handed off. None if there is none
-        for it."""
+    def _alone(self, demand: Demand, decodes: list[WorkerHandle]) -> Placement | Wait | None:
+        """Place a request that ends with its prompt, or with the first token after it, on a prefill worker, from which
+        nothing is handed off. None if there is none for it, or if one of ``decodes`` should compute it under
+        ``auto``."""
         ready = self._ready("prefill", demand) if self.local_prefill != "always" else []
         if not ready:
             return None
         prefill, before, cached = self._nearest(demand, ready)
-        if before / prefill.hello.max_num_batched_tokens >= HELD_STEPS and not demand.urgent:
+        steps = before / prefill.hello.max_num_batched_tokens
+        if demand.output and self.local_prefill == "auto":
+            fitting = self._least_loaded_first(demand, decodes)
+            if fitting and self._better_local(demand, fitting[0], before):
+                return None
+            if steps >= OVERFLOW_STEPS and self._spare(demand, fitting, before):
+                return None
+        if steps >= HELD_STEPS and not demand.urgent:
             return Wait(f"{before} tokens are queued for prefill")
         queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {demand.tokens} cached there"
-        return Placement("prefill", None, prefill, f"no output, {queued}")
+        return Placement("prefill", None, prefill, f"{demand.output or 'no'} output, {queued}")
 
     def _pair(self, demand: Demand, decodes: list[WorkerHandle]) -> Placement | Wait | NoWorkers:
-        if not demand.output and (alone := self._alone(demand)) is not None:
+        if demand.ends_with_prompt and (alone := self._alone(demand, decodes)) is not None:
             return alone
         fitting = self._least_loaded_first(demand, decodes)
         if not fitting:

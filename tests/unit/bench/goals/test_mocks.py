@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.goals.mocks import MockWorker, hello_of
-from common.net.messages import Prefill, Role
+from common.net.messages import Role
 from coordinator.cluster.registry import WorkerHandle
 from tests.chaos.cluster import state_of
 from tests.fakes.checkpoint import fake_checkpoint
@@ -79,26 +79,6 @@ async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tu
     counts = (1, 2, 3, 40)
     found = await asyncio.gather(*(ask(10 + count, count) for count in counts))
     assert found == [(200, "prefill"), *[(200, "disagg")] * 3]
-
-
-async def test_a_request_of_one_token_ends_on_prefill_however_late(
-    served: tuple[FakeCluster, MockWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster, decode = served
-    stepped, step, prefill = threading.Event(), decode._step, MockWorker._prefill
-
-    def note() -> None:
-        step()
-        stepped.set()
-
-    def late(worker: MockWorker, message: Prefill) -> None:
-        assert stepped.wait(scaled(10.0))
-        prefill(worker, message)
-
-    monkeypatch.setattr(decode, "_step", note)
-    monkeypatch.setattr(MockWorker, "_prefill", late)
-    response, answer = await cluster.post("/v1/completions", {"prompt": [7, 8], "max_tokens": 1, "ignore_eos": True})
-    assert (response.status, response.headers["x-tandem-path"]) == (200, "prefill"), answer
 
 
 async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[FakeCluster, MockWorker]) -> None:

@@ -63,9 +63,20 @@ def test_a_request_without_output_ends_with_its_prompt(bench: Bench, role: str, 
 
 def test_a_prefill_worker_refuses_to_decode(bench: Bench) -> None:
     worker = bench.add("prefill", OracleEngine(64))
-    bench.send("prefill-0", Generate(make_request(10, 1), 1))
+    bench.send("prefill-0", Generate(make_request(10, 2), 1))
     bench.until(lambda: worker.membership.bad_messages)
     assert not worker.holdings()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prefill_worker_computes_a_single_token_alone(bench: Bench, n: int) -> None:
+    worker = bench.add("prefill", OracleEngine(64))
+    request = make_request(100, 1, n=n)
+    bench.send("prefill-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    bench.check(request)
+    bench.until(bench.quiet)
+    assert worker.planner.running == 0 and not worker.holdings()
 
 
 def test_lost_log_probabilities_are_sent_again(bench: Bench) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from common.core.ids import pack_tokens
 from common.core.request import FinishReason
-from common.net.messages import Abort, Logprobs, Prefill, Reserve, Role
+from common.net.messages import Abort, Generate, Logprobs, Prefill, Reserve, Role
 from coordinator.api.choice import Choice
 from coordinator.api.delta_encoder import encode
 from coordinator.api.logprobs import chat_logprob, completion_logprobs
@@ -87,8 +87,8 @@ async def test_system_fingerprint_depends_on_loaded_weights(model: Path) -> None
 
 
 async def test_the_models_sampling_defaults_count_unless_asked_otherwise(cluster: FakeCluster) -> None:
-    await cluster.post(CHAT, {**HELLO, "max_tokens": 1})
-    await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
+    await cluster.post(CHAT, {**HELLO, "max_tokens": 2})
+    await cluster.post(CHAT, {**HELLO, "max_tokens": 2, "temperature": 0, "top_k": -1, "seed": -1})
     first, second = (request.sampling for request in await prefilled(cluster, 2))
     assert (first.temperature, first.top_k, first.eos_token_ids) == (0.7, 20, (EOS,))
     assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
@@ -97,7 +97,7 @@ async def test_the_models_sampling_defaults_count_unless_asked_otherwise(cluster
 async def test_different_seeds_stay_different(cluster: FakeCluster) -> None:
     seeds = (-1, (1 << 63) - 1, 0, -(1 << 63), 1)
     for seed in seeds:
-        await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
+        await cluster.post(CHAT, {**HELLO, "max_tokens": 2, "seed": seed})
     sent = {request.sampling.seed for request in await prefilled(cluster, len(seeds))}
     assert sent == {seed % (1 << 64) for seed in seeds} and len(sent) == len(seeds)
 
@@ -298,15 +298,40 @@ async def test_end_of_sequence_is_not_shown(model: Path) -> None:
 
 
 async def test_the_first_token_may_end_it_on_prefill(model: Path) -> None:
-    async with open_cluster(model, "prefill") as cluster:
+    async with open_cluster(model) as cluster:
+        await cluster.add("prefill", script=letters(""))
         decode = await cluster.add("decode", delay_s=5)
-        response, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        response, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 9, "return_metrics": True})
         assert body["usage"]["completion_tokens"] == 1
         assert response.headers["x-tandem-path"] == body["tandem"]["path"] == "prefill"
         assert response.headers["x-tandem-decode"] == "none"
         await until(lambda: decode.got(Abort), "decode gets the Abort")
-        _, events = await cluster.stream(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        _, events = await cluster.stream(CHAT, {**HELLO, "max_tokens": 9, "return_metrics": True})
         assert events[-1]["tandem"]["path"] == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (CHAT, {**HELLO, "n": 3, "return_metrics": True}),
+        # what lm-eval sends to score texts
+        (TEXT, {"prompt": [[50] * 20, [51] * 30], "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}),
+    ],
+)
+async def test_a_single_token_needs_no_decode_worker(model: Path, path: str, asked: dict[str, Any]) -> None:
+    async with open_cluster(model, "prefill", "decode") as cluster:
+        for stream in (False, True):
+            body = {**asked, "max_tokens": 1}
+            if stream:
+                response, _ = await cluster.stream(path, body)
+            else:
+                response, whole = await cluster.post(path, body)
+                assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+                assert whole["usage"]["completion_tokens"] == len(whole["choices"])
+            assert response.headers["x-tandem-path"] == "prefill" and response.headers["x-tandem-decode"] == "none"
+        prefill, decode = cluster.workers
+        assert not any(decode.got(kind) for kind in (Reserve, Generate, Abort))
+        assert prefill.got(Generate) and not prefill.got(Prefill)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -149,7 +149,7 @@ async def test_the_context_may_be_filled_by_a_prompt_without_output(cluster: Fak
 
 
 async def test_prompts_with_log_probabilities_are_not_routed_by_what_is_cached(cluster: FakeCluster) -> None:
-    await cluster.post(TEXT, {"prompt": PROMPT, "prompt_logprobs": 0, "max_tokens": 1})
+    await cluster.post(TEXT, {"prompt": PROMPT, "prompt_logprobs": 0, "max_tokens": 2})
     [sent] = cluster.workers[0].got(Prefill)
     assert sent.request.sampling.prompt_logprobs == 0 and sent.request.scored == 0
 

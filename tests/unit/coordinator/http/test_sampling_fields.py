@@ -8,14 +8,16 @@ import pytest
 
 from common.core.ids import unpack_tokens
 from common.core.request import MAX_BAD_WORD_TOKENS, Request
-from common.net.messages import Prefill
+from common.net.messages import Generate, Prefill
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster
 
 pytestmark = pytest.mark.processes
 
 
 def last_request(cluster: FakeCluster) -> Request:
-    return next(each.request for worker in cluster.workers for each in reversed(worker.got(Prefill)))
+    """Return the last request that prefill got: with a single token of output it gets no Prefill."""
+    received = [*cluster.workers[0].received]
+    return next(each.request for each in reversed(received) if isinstance(each, Prefill | Generate))
 
 
 async def sent(cluster: FakeCluster, path: str, **fields: Any) -> Request:

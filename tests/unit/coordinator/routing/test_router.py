@@ -66,6 +66,41 @@ def test_a_request_goes_to_a_pair() -> None:
     assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, decode)
 
 
+@pytest.mark.parametrize("output", [0, 1])
+def test_what_ends_with_its_prompt_goes_to_a_prefill_worker_alone(output: int) -> None:
+    router, (prefill, decode) = cluster()
+    router.account(decode).blocks, router.account(decode).sequences = decode.hello.kv_blocks, 1
+    assert isinstance(router.place(Demand(100, 2, 1)), Wait), "decode is full"
+    for choices in (1, 4):
+        demand = Demand(100, output, choices)
+        placement, promise = place(router, demand)
+        assert (placement.path, placement.prefill, placement.decode) == ("prefill", None, prefill)
+        router.release(promise)
+    assert router.account(prefill).blocks == router.account(prefill).prefill_tokens == 0
+
+
+def test_a_single_token_is_computed_on_decode_where_that_is_better() -> None:
+    router, (prefill, decode) = cluster()
+    router.account(prefill).prefill_tokens = LOCAL_QUEUE_TOKENS
+    placement = router.place(Demand(8, 1, 1))
+    assert isinstance(placement, Placement) and (placement.path, placement.decode) == ("local", decode)
+    router.account(prefill).prefill_tokens = OVERFLOW_STEPS * prefill.hello.max_num_batched_tokens
+    placement = router.place(Demand(100, 1, 1))
+    assert isinstance(placement, Placement) and (placement.path, placement.decode) == ("local", decode)
+    router.account(prefill).prefill_tokens = HELD_STEPS * prefill.hello.max_num_batched_tokens
+    router.account(decode).prefill_tokens = 1  # it computes another prompt
+    assert isinstance(router.place(Demand(100, 1, 1)), Wait)
+    router.local_prefill, router.account(prefill).prefill_tokens = "always", 0
+    placement = router.place(Demand(100, 1, 1))
+    assert isinstance(placement, Placement) and placement.path == "local"
+
+
+def test_choices_that_have_diverged_stay_together_for_their_last_token() -> None:
+    router, (_, decode) = cluster()
+    placement = router.place(Demand(100, 1, 2, diverged=True))
+    assert isinstance(placement, Placement) and (placement.path, placement.decode) == ("local", decode)
+
+
 def test_prefill_goes_where_the_fewest_tokens_stand() -> None:
     router, (first, second, _) = cluster(prefills=2)
     placement, promise = place(router, Demand(500, 10, 1))
@@ -140,8 +175,8 @@ def test_router_places_waiting_demand_after_release() -> None:
 def test_slots_are_promised_with_a_little_slack() -> None:
     router, _ = cluster()
     for _ in range(10):  # 8 slots, and a quarter more
-        place(router, Demand(1, 1, 1))
-    assert isinstance(router.place(Demand(1, 1, 1)), Wait)
+        place(router, Demand(1, 2, 1))
+    assert isinstance(router.place(Demand(1, 2, 1)), Wait)
 
 
 def test_the_promise_stops_at_the_horizon() -> None:
@@ -232,17 +267,17 @@ def test_a_prefill_worker_that_is_too_small_computes_nothing_of_it(policy: Any) 
 
 def test_roles_that_are_missing() -> None:
     router, _ = cluster(prefills=0, decodes=0)
-    assert router.place(Demand(1, 1, 1)) == NoWorkers("decode")
+    assert router.place(Demand(1, 2, 1)) == NoWorkers("decode")
     assert router.missing_role() == "decode"
     router, _ = cluster(prefills=1, decodes=0)
-    assert router.place(Demand(1, 1, 1)) == NoWorkers("decode")
+    assert router.place(Demand(1, 2, 1)) == NoWorkers("decode")
     router, _ = cluster(prefills=0)
-    placement = router.place(Demand(1, 1, 1))
+    placement = router.place(Demand(1, 2, 1))
     assert isinstance(placement, Placement) and placement.path == "local" and router.missing_role() is None
     router, _ = cluster(prefills=0, no_prefill="reject")
-    assert router.place(Demand(1, 1, 1)) == NoWorkers("prefill") and router.missing_role() == "prefill"
+    assert router.place(Demand(1, 2, 1)) == NoWorkers("prefill") and router.missing_role() == "prefill"
     router, _ = cluster(prefills=0, no_prefill="wait")
-    assert isinstance(router.place(Demand(1, 1, 1)), Wait)
+    assert isinstance(router.place(Demand(1, 2, 1)), Wait)
 
 
 def test_colocated_workers_alone_and_beside_pools() -> None:
@@ -352,7 +387,7 @@ def test_a_long_prompt_waits_for_prefill_which_is_sooner_through_with_it() -> No
 def test_streams_in_all_slots_leave_no_room_for_a_prompt() -> None:
     router, (prefill, decode) = roomy()
     for _ in range(decode.hello.max_num_seqs):
-        _, promise = place(router, Demand(1, 1, 1))
+        _, promise = place(router, Demand(1, 2, 1))
         router.prefilled(promise)
         router.prefilled(promise)
     assert router.account(decode).streams == decode.hello.max_num_seqs
