@@ -107,11 +107,11 @@ def forced(name: str, **options: Any) -> Task:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_a_forced_output_is_valid_calls_and_nothing_else(name: str) -> None:
+def test_a_forced_output_is_valid_calls_and_nothing_else(name: str, pytestconfig: pytest.Config) -> None:
     model, rng, seen = family(name), random.Random(name), set[str]()
     grammar = model.grammar(forced(name))
     validators = {tool: jsonschema.Draft202012Validator(schema) for tool, schema in SCHEMAS.items()}
-    for _ in range(30):
+    for _ in range(10 if pytestconfig.getoption("--sample") else 30):
         text = model.random_match(grammar, rng, 300)
         if text is None:
             continue
@@ -124,10 +124,10 @@ def test_a_forced_output_is_valid_calls_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_without_parallel_calls_there_is_one(name: str) -> None:
+def test_without_parallel_calls_there_is_one(name: str, pytestconfig: pytest.Config) -> None:
     model, rng, found = family(name), random.Random(name), 0
     grammar = model.grammar(forced(name, parallel=False))
-    for _ in range(20):
+    for _ in range(8 if pytestconfig.getoption("--sample") else 20):
         if (text := model.random_match(grammar, rng, 300)) is not None:
             assert len(read(name, model, text, STRICT_TOOLS).calls) == 1, text
             found += 1
