@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -33,8 +34,17 @@ _NONSENSE: dict[str, dict[str, Any]] = {
 }
 
 
+NIXL = [pytest.mark.torch, pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")]
+
+
 @pytest.mark.parametrize(
-    "pair", ["shm", *(pytest.param(link, marks=pytest.mark.whole) for link in ("zmq", "nixl"))], indirect=True
+    "pair",
+    [
+        "shm",
+        pytest.param("zmq", marks=pytest.mark.whole),
+        pytest.param("nixl", marks=[pytest.mark.whole, *NIXL]),
+    ],
+    indirect=True,
 )
 @pytest.mark.parametrize("wrong", _NONSENSE.values(), ids=_NONSENSE)
 def test_worker_counts_invalid_request_and_serves_next(pair: Bench, wrong: dict[str, Any]) -> None:
