@@ -181,14 +181,16 @@ async def _tokenized(request: web.Request) -> web.Response:
     def read(body: Json, budget: JsonBudget) -> _Asked:
         fields = Fields(body)
         model.check_name(fields.string("model", limit=1024))
-        strings = fields.boolean("return_token_strs", False)
-        if fields.has("messages"):
-            return _Asked(model.chat_text(_as_chat(body, budget, model)), True, strings)
+        strings, special = fields.boolean("return_token_strs", False), fields.boolean("add_special_tokens", True)
         prompt = fields.string("prompt", limit=1 << 26)
+        if fields.has("messages"):
+            if prompt is not None:
+                refuse("'prompt' and 'messages' exclude each other.", "prompt")
+            return _Asked(model.chat_text(_as_chat(body, budget, model)), True, strings)
         if prompt is None:
             fields.missing("prompt")
         model.check_chars(len(prompt), "prompt")
-        return _Asked(prompt, fields.boolean("add_special_tokens", True), strings)
+        return _Asked(prompt, special, strings)
 
     asked = await read_body(request, read, templated=True)
     tokens = await model.counted(asked.prompt, asked.add_special_tokens)

@@ -70,6 +70,9 @@ async def test_tokens_there_and_back(cluster: FakeCluster) -> None:
     _, body = await cluster.post("/tokenize", HELLO)
     assert (await cluster.post("/detokenize", {"tokens": body["tokens"]}))[1]["prompt"].endswith("<|assistant|>")
     assert (await cluster.post("/tokenize", {}))[0].status == 400
+    for wrong in ({"prompt": "x"}, {"prompt": 5}, {"add_special_tokens": 1}):
+        response, body = await cluster.post("/tokenize", {**HELLO, **wrong})
+        assert (response.status, body["error"]["param"]) == (400, next(iter(wrong)))
     assert (await cluster.post("/detokenize", {"tokens": [VOCAB]}))[0].status == 400
 
 
