@@ -17,8 +17,8 @@ from tests.unit.coordinator.grammar.matching import Model
 from tests.unit.coordinator.grammar.random_schemas import Generator
 from tests.unit.coordinator.grammar.test_tool_calls import family, read
 
-TAGGED = ("qwen3_coder", "seed_oss", "glm45", "glm47", "minimax_m2", "deepseek_v32")
-PYTHONIC = ("pythonic", "llama4_pythonic", "lfm2", "olmo3")
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")
+PYTHONIC = ("pythonic", "olmo3")
 MARKED = ("functiongemma", "gemma4")
 Schema = dict[str, Any]
 
@@ -181,7 +181,7 @@ def _tools(schema: Schema) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", "parameters": schema}}]
 
 
-@pytest.mark.parametrize("name", [*TAGGED, *PYTHONIC, *MARKED])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "deepseek_v32", "pythonic", "gemma4"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_random_schema_allows_is_valid(name: str, seed: int) -> None:
     made, found = Generator(seed), 0
