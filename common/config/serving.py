@@ -66,6 +66,12 @@ class ServingOptions:
         SWITCH,
         "model",
     )
+    strict_params: bool = option(
+        False,
+        "refuse requests with a field that would be ignored, instead of naming it in the header x-tandem-ignored",
+        SWITCH,
+        "model",
+    )
     local_prefill: LocalPrefill = option(
         "auto",
         "whether decode workers prefill prompts themselves: auto (if estimated to be faster), never, or always",

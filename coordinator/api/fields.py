@@ -153,13 +153,17 @@ class Fields:
     def __init__(self, values: Json, path: str = "") -> None:
         self.values, self.path = values, path
         self._read: set[str] = set()
+        self._named = False
+        """Whether :meth:`ignored` was called, after which no field may be read: it would be obeyed and named."""
 
     def at(self, name: str) -> str:
         """Return the path of the field ``name`` in the body, for error messages."""
         return f"{self.path}.{name}" if self.path else name
 
     def ignored(self) -> list[str]:
-        """Return the names of present fields that no getter has read."""
+        """Return the names of present fields that no getter has read. Must be called last: a getter that is called
+        later fails."""
+        self._named = True
         return [name for name, value in self.values.items() if value is not None and name not in self._read]
 
     def skip(self, *names: str) -> None:
@@ -172,6 +176,7 @@ class Fields:
 
     def raw(self, name: str) -> object:
         """Return the unchecked value, None if absent."""
+        assert not self._named, f"{self.at(name)} is read after the ignored fields were named"
         self._read.add(name)
         return self.values.get(name)
 

@@ -16,9 +16,10 @@ from common.core.ids import pack_tokens
 from common.core.request import MAX_ALLOWED_IDS, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
 from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
+from coordinator.api.reasoning import parse_bound, parse_thinking, template_variables
 from coordinator.api.structured import parse_constraint
-from coordinator.api.tools import FORMER, parse_functions, parse_tools
-from coordinator.api.unsupported import refuse_unsupported
+from coordinator.api.tools import parse_functions, parse_tools
+from coordinator.api.unsupported import naming_ignored, refuse_unsupported
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
 MAX_PROMPTS = 64
@@ -50,7 +51,7 @@ def parse_chat(
     """Parse the body of POST /v1/chat/completions. ``budget``, ``check_chars`` and ``arguments_as_text`` are passed to
     :func:`parse_messages`. Raises RequestError."""
     fields = Fields(body)
-    refuse_unsupported(fields, FORMER)
+    refuse_unsupported(fields, "chat")
     if fields.boolean("add_special_tokens", False):
         refuse(
             "'add_special_tokens' is not supported for chats: the template writes them.",
@@ -64,10 +65,12 @@ def parse_chat(
     longer = fields.tokens("max_completion_tokens", 1)
     limit = fields.tokens("max_tokens", 1)
     options = _options(fields, (top or 0) if wants else None, longer if fields.has("max_completion_tokens") else limit)
-    max_reasoning = fields.integer("max_reasoning_tokens", 0, MAX_TOKENS)
+    thinking = parse_thinking(fields)
+    bound = parse_bound(fields, thinking.bound)
     messages = parse_messages(fields, budget or JsonBudget(), check_chars, arguments_as_text=arguments_as_text)
     tools = parse_functions(fields) or parse_tools(fields)
-    template_kwargs = _template_kwargs(fields)
+    effort = fields.string("reasoning_effort", limit=64)
+    template_kwargs = template_variables(fields.mapping("chat_template_kwargs"), effort, thinking.variables)
     documents = _documents(fields)
     generation = fields.boolean("add_generation_prompt", True)
     continues = fields.boolean("continue_final_message", False)
@@ -76,8 +79,8 @@ def parse_chat(
             refuse("'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message")
         if messages[-1]["role"] != "assistant":
             refuse("'continue_final_message' needs an assistant message at the end.", "continue_final_message")
-    return ChatBody(
-        options=_with_ignored(options, fields),
+    chat = ChatBody(
+        options=options,
         messages=messages,
         tools=tools.prompt,
         template_kwargs=template_kwargs,
@@ -86,43 +89,10 @@ def parse_chat(
         tool_use=tools.use,
         documents=documents,
         include_reasoning=fields.boolean("include_reasoning", True),
-        max_reasoning_tokens=max_reasoning,
+        max_reasoning_tokens=bound.tokens,
+        max_reasoning_param=bound.param,
     )
-
-
-_RESERVED_KWARGS = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "messages",
-    "self",
-    "tokenize",
-    "tools",
-)
-
-
-def _template_kwargs(fields: Fields) -> Json:
-    return template_variables(fields.mapping("chat_template_kwargs"), fields.string("reasoning_effort", limit=64))
-
-
-def template_variables(given: Json | None, effort: str | None) -> Json:
-    """Return the variables for the chat template: those in the field ``chat_template_kwargs``, and those for the
-    reasoning effort unless they are given. Raises RequestError for a reserved name."""
-    kwargs = dict(given or {})
-    for name in kwargs:
-        if name in _RESERVED_KWARGS or name.startswith("_"):
-            refuse(
-                f"'chat_template_kwargs' must not set {name[:64]!r}: this name is reserved.",
-                f"chat_template_kwargs.{name[:64]}",
-            )
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-        if effort == "none":  # templates that only know whether to reason, under either name
-            kwargs.setdefault("enable_thinking", False)
-            kwargs.setdefault("thinking", False)
-    return kwargs
+    return naming_ignored(chat, fields, *thinking.ignored)
 
 
 def _documents(fields: Fields) -> list[Json] | None:
@@ -141,10 +111,13 @@ def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> Completion
     """Parse the body of POST /v1/completions. Raises RequestError, also for a prompt of more token ids than
     ``context_length`` that is not truncated."""
     fields = Fields(body)
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, "text")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    longer = fields.tokens("max_completion_tokens", 0)
     limit = fields.tokens("max_tokens", 0)
-    default = None if fields.has("max_tokens") else DEFAULT_COMPLETION_TOKENS
+    limit = longer if fields.has("max_completion_tokens") else limit
+    unlimited = fields.has("max_tokens") or fields.has("max_completion_tokens")
+    default = None if unlimited else DEFAULT_COMPLETION_TOKENS
     echo = fields.boolean("echo", False)
     options = _options(fields, logprobs, limit, default, echoed=logprobs if echo else None)
     best_of = fields.integer("best_of", 1, 1 << 16)
@@ -152,7 +125,7 @@ def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> Completion
         refuse("'best_of' above 'n' is not supported; ask for n choices and pick among them.", "best_of", "unsupported")
     truncates = options.truncate_prompt is not None
     prompts = _prompts(fields, MAX_TOKENS if truncates else context_length)
-    return CompletionBody(options=_with_ignored(options, fields), prompts=prompts, echo=echo)
+    return naming_ignored(CompletionBody(options=options, prompts=prompts, echo=echo), fields)
 
 
 def _prompts(fields: Fields, context_length: int) -> list[str | list[int]]:
@@ -233,10 +206,6 @@ def _options(
         add_special_tokens=fields.boolean("add_special_tokens", True),
         tokens_as_ids=parse_tokens_as_ids(fields),
     )
-
-
-def _with_ignored(options: Options, fields: Fields) -> Options:
-    return replace(options, ignored=tuple(fields.ignored()))
 
 
 def parse_sampling(fields: Fields, logprobs: int | None, limit: int | None, default: int | None = None) -> Sampling:

@@ -6,7 +6,7 @@ The API is served without state: nothing is stored, so a request brings its whol
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -14,11 +14,13 @@ from common.core.request import MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import Arguments
 from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import Fields, JsonBudget, refuse, wrong_type
-from coordinator.api.openai import parse_stops, template_variables
+from coordinator.api.openai import parse_stops
+from coordinator.api.reasoning import Thinking, parse_bound, parse_thinking, template_variables
 from coordinator.api.responses_items import read_items
-from coordinator.api.single_answer import parse_options, refuse_present
+from coordinator.api.single_answer import agreed, parse_options, refuse_present
 from coordinator.api.structured import format_constraint
 from coordinator.api.tools import parse_tools
+from coordinator.api.unsupported import naming_ignored
 from coordinator.requests.spec import ChatBody, Constraint, Json
 
 SUMMARIES = ("auto", "concise", "detailed")
@@ -68,7 +70,7 @@ def parse_responses(
     given to the template as text if ``arguments_as_text`` is set. ``check_chars`` raises if that many characters cannot
     fit the context. Raises RequestError."""
     fields = Fields(body)
-    refuse_present(fields, UNSUPPORTED.items())
+    refuse_present(fields, "responses", UNSUPPORTED.items())
     if fields.choice("truncation", ("auto", "disabled")) == "auto":
         refuse(
             "'truncation' must be disabled: a conversation that is too long is refused.", "truncation", "unsupported"
@@ -76,18 +78,19 @@ def parse_responses(
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     fields.boolean("store", False)
     fields.skip("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
-    limit = fields.integer("max_output_tokens", 1, MAX_TOKENS)
+    limit = _limit(fields)
     constraint, verbosity = _text(fields)
     without_effect, wants = _includes(fields)
     logprobs = top if wants or top else None
     options = parse_options(fields, limit, parse_stops(fields.raw("stop"), "stop"), constraint, logprobs)
     _stream_options(fields, options.stream)
     without_effect += verbosity
-    kwargs, summary = _reasoning_fields(fields, without_effect)
+    thinking = parse_thinking(fields)
+    kwargs, summary = _reasoning_fields(fields, thinking, without_effect)
+    bound = parse_bound(fields, thinking.bound)
     messages = read_items(fields, Arguments(budget or JsonBudget(), arguments_as_text), check_chars)
     tools = parse_tools(fields)
     echo = _echo(fields, check_chars)
-    options = replace(options, ignored=(*fields.ignored(), *without_effect))
     chat = ChatBody(
         options=options,
         messages=messages,
@@ -96,9 +99,22 @@ def parse_responses(
         add_generation_prompt=True,
         continue_final_message=False,
         tool_use=tools.use,
-        max_reasoning_tokens=fields.integer("max_reasoning_tokens", 0, MAX_TOKENS),
+        include_reasoning=fields.boolean("include_reasoning", True),
+        max_reasoning_tokens=bound.tokens,
+        max_reasoning_param=bound.param,
     )
-    return ResponsesBody(chat=chat, echo=echo, summary=summary)
+    return ResponsesBody(chat=naming_ignored(chat, fields, *without_effect), echo=echo, summary=summary)
+
+
+def _limit(fields: Fields) -> int | None:
+    """Return the longest output in tokens, under one of the names that OpenAI's APIs have for it."""
+    limit = fields.integer("max_output_tokens", 1, MAX_TOKENS)
+    for name, other in (
+        ("max_completion_tokens", fields.tokens("max_completion_tokens", 1)),
+        ("max_tokens", fields.tokens("max_tokens", 1)),
+    ):
+        limit = agreed(fields, "max_output_tokens", limit, name, other)
+    return limit
 
 
 def _text(fields: Fields) -> tuple[Constraint | None, list[str]]:
@@ -136,9 +152,9 @@ def _includes(fields: Fields) -> tuple[list[str], bool]:
     return ignored, logprobs
 
 
-def _reasoning_fields(fields: Fields, ignored: list[str]) -> tuple[Json, bool]:
+def _reasoning_fields(fields: Fields, thinking: Thinking, ignored: list[str]) -> tuple[Json, bool]:
     """Return the variables of the template, and whether reasoning is returned as its summary. Adds to ``ignored`` the
-    members of ``reasoning`` that have no effect.
+    members of ``reasoning`` and ``thinking`` that have no effect.
 
     No summary is written: the whole reasoning takes its place, so a concise one is named as ignored."""
     reasoning = fields.nested("reasoning")
@@ -149,7 +165,11 @@ def _reasoning_fields(fields: Fields, ignored: list[str]) -> tuple[Json, bool]:
         summary = reasoning.choice("summary", SUMMARIES) or older
         ignored += [f"reasoning.{name}" for name in reasoning.ignored()]
         ignored += ["reasoning.summary"] * (summary == "concise")
-    return template_variables(fields.mapping("chat_template_kwargs"), effort), summary is not None
+    ignored += thinking.ignored
+    other = fields.string("reasoning_effort", limit=64)
+    effort = agreed(fields, "reasoning.effort", effort, "reasoning_effort", other)
+    given = fields.mapping("chat_template_kwargs")
+    return template_variables(given, effort, thinking.variables), summary is not None
 
 
 def _echo(fields: Fields, check_chars: Callable[[int, str], None] | None) -> dict[str, msgspec.Raw]:

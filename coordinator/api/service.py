@@ -25,6 +25,7 @@ from coordinator.api.openai import parse_chat
 from coordinator.api.parsed_choice import OutputReading
 from coordinator.api.prompt_report import TokenNames
 from coordinator.api.sampling import SamplingRules
+from coordinator.api.unsupported import refuse_ignored
 from coordinator.cluster.registry import Registry
 from coordinator.grammar.compiler import GrammarCompiler, ObeyedGrammar
 from coordinator.grammar.errors import MALFORMED
@@ -89,7 +90,7 @@ class ServedModel:
         self._settings = f"{self.rules.defaults}{config.chat_template}{self._limit}{parsers}"
         self._most_repeated = config.max_body_bytes
         self._most_templated = max(MOST_TEMPLATED, config.max_body_bytes * 3 // 2)
-        self._tokens_as_ids = config.return_tokens_as_token_ids
+        self._tokens_as_ids, self._strict_params = config.return_tokens_as_token_ids, config.strict_params
         self._lanes = Lanes()
         self._grammars = GrammarCompiler(checkpoint.path, checkpoint.vocab_size, self.eos_token_ids)
 
@@ -108,6 +109,11 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
+
+    def check_ignored(self, options: Options) -> None:
+        """Raise RequestError if a field was ignored and ``--strict-params`` forbids that."""
+        if self._strict_params:
+            refuse_ignored(options)
 
     @property
     def system_fingerprint(self) -> str:

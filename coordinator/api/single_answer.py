@@ -7,15 +7,13 @@ clients send as extra fields.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from coordinator.api.fields import Fields, refuse
 from coordinator.api.openai import parse_cache_salt, parse_sampling, parse_tokens_as_ids
-from coordinator.api.structured import GUIDED
+from coordinator.api.scopes import Api
 from coordinator.api.unsupported import refuse_unsupported
 from coordinator.requests.spec import Constraint, Options
-
-_CONSTRAINTS = ("response_format", "structured_outputs", *GUIDED, "prompt_logprobs", "echo", "truncate_prompt_tokens")
-"""Fields of other endpoints that change the answer."""
 
 
 def parse_options(
@@ -51,13 +49,21 @@ def parse_options(
     )
 
 
-def refuse_present(fields: Fields, refused: Iterable[tuple[str, str]]) -> None:
+Value = TypeVar("Value")
+
+
+def agreed(fields: Fields, own: str, given: Value | None, name: str, other: Value | None) -> Value | None:
+    """Return the value of a field that has two names: ``given`` under ``own``, ``other`` under the name ``name`` of
+    another API; None for an absent one. Raises RequestError if both are given and differ."""
+    if given is not None and other is not None and given != other:
+        refuse(f"{fields.at(name)!r} contradicts {own!r}, which means the same here.", fields.at(name))
+    return other if given is None else given
+
+
+def refuse_present(fields: Fields, api: Api, refused: Iterable[tuple[str, str]]) -> None:
     """Raise RequestError for the first field of ``refused``, pairs of a name and the text that says why, that is
-    present and neither false nor empty, and for what no endpoint can obey."""
-    refuse_unsupported(fields)
-    for name in _CONSTRAINTS:
-        if fields.has(name):
-            refuse(f"{name!r} is not supported here: use /v1/chat/completions.", name, "unsupported")
+    present and neither false nor empty, and for what ``api`` cannot obey."""
+    refuse_unsupported(fields, api)
     for name, text in refused:
         if fields.raw(name) not in (None, False, "", [], {}):
             refuse(text, name, "unsupported")

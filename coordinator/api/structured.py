@@ -81,9 +81,10 @@ def _structured_outputs(fields: Fields) -> Constraint | None:
     if given.boolean("disable_any_whitespace", False) and whitespace is None:
         whitespace = ""
     closed = given.boolean("disable_additional_properties", False)
+    constraint = _constraint(given, names[0], _KINDS[names[0]], whitespace, closed)
     if unknown := given.ignored():
         refuse(f"'structured_outputs' has no field {unknown[0][:64]!r}.", given.at(unknown[0][:64]), "unsupported")
-    return _constraint(given, names[0], _KINDS[names[0]], whitespace, closed)
+    return constraint
 
 
 def _guided(fields: Fields) -> list[Constraint]:

@@ -7,14 +7,17 @@ Must not know how a model spells a call.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Literal, NamedTuple, NoReturn
 
-from coordinator.api.chat_messages import MAX_NAME_CHARS
 from coordinator.api.fields import Fields, refuse, wrong_type
 from coordinator.requests.spec import Json, ToolUse
 
 MAX_TOOLS = 1024
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+"""Names of tools. OpenAI allows letters, digits, - and _; the Model Context Protocol also . and /, and 128 characters;
+gateways put : between a server's name and that of its tool."""
 FORMER = ("functions", "function_call")
 """Deprecated fields of chat completions, for one call at most."""
 _OTHER_KINDS = (
@@ -167,9 +170,18 @@ def _tool(entry: object, at: str) -> tuple[str, _Tool]:
     return name, _Tool(nested, function.at("parameters"))
 
 
+def tool_name(tool: Fields) -> str:
+    """Return the field ``name`` of a tool. Raises RequestError unless it is one that every notation of calls can
+    carry."""
+    name = tool.string("name") or tool.missing("name")
+    if TOOL_NAME.fullmatch(name) is None:
+        refuse(f"{tool.at('name')!r} must have 1 to 128 letters of ASCII, digits, or - _ . : /.", tool.at("name"))
+    return name
+
+
 def _function_name(function: Fields) -> str:
     """Return the name of a function after checking its other members."""
-    name = function.string("name", limit=MAX_NAME_CHARS) or function.missing("name")
+    name = tool_name(function)
     function.string("description", limit=1 << 26)
     function.mapping("parameters")
     function.boolean("strict", False)

@@ -7,9 +7,14 @@ with its neutral value, which asks for nothing. Fields that only concern the wor
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
 
 from coordinator.api.fields import Fields, refuse
+from coordinator.api.scopes import PATHS, SCOPES, Api
+from coordinator.requests.spec import ChatBody, CompletionBody, Options
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
 
 _TRANSFER = "{name!r} cannot be set by clients: the server decides where KV blocks are sent."
 _SAMPLER = "{name!r} is not supported: this server has no such sampler."
@@ -19,6 +24,8 @@ _CODE = "{name!r} is not supported: it would be code of a client on the workers.
 _GRAMMAR = "{name!r} is not supported: use 'structured_outputs' or 'response_format'."
 _TEMPLATE = "{name!r} cannot be set by clients: the server's chat template is used (--chat-template)."
 _INTERNAL = "{name!r} is not supported: this server returns no internal states."
+_LENGTH = "{name!r} is not supported: use 'max_tokens'."
+_BUDGET = "{name!r} is not supported: use 'max_reasoning_tokens'."
 _NO_ADAPTERS = "{name!r} is not supported: this server has no adapters."
 
 UNSUPPORTED: dict[str, str] = {
@@ -31,8 +38,6 @@ UNSUPPORTED: dict[str, str] = {
     # OpenAI's
     "suffix": "Insertion ('suffix') is not supported: the models served here complete text at its end.",
     "audio": "Audio output is not supported: this server serves text models.",
-    "functions": "'functions' is only supported by /v1/chat/completions.",
-    "function_call": "'function_call' is only supported by /v1/chat/completions.",
     "web_search_options": "Web search is not supported: this server opens no outbound connection.",
     "verbosity": "'verbosity' is not supported: ask for it in the prompt.",
     # other ways to search and to sample
@@ -44,6 +49,11 @@ UNSUPPORTED: dict[str, str] = {
     "custom_params": "'custom_params' is not supported: it belongs to logits processors.",
     "vllm_xargs": "'vllm_xargs' is not supported: it belongs to plugins of vLLM.",
     "extra_args": "'extra_args' is not supported: it belongs to plugins of vLLM.",
+    "extra_body": "'extra_body' is not supported: it is a parameter of a client. Send its members beside 'model'.",
+    "options": "'options' is not supported: send sampling fields beside 'model'.",
+    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict"), _LENGTH),
+    **dict.fromkeys(("max_thinking_tokens", "reasoning_budget", "thinking_budget_tokens"), _BUDGET),
+    "repeat_penalty": "'repeat_penalty' is not supported: use 'repetition_penalty'.",
     "logprob_token_ids": "'logprob_token_ids' is not supported: use 'top_logprobs' or 'logprobs'.",
     "repetition_detection": "'repetition_detection' is not supported: use a penalty.",
     **dict.fromkeys(
@@ -76,6 +86,8 @@ UNSUPPORTED: dict[str, str] = {
     "json_schema": _GRAMMAR,
     "grammar": _GRAMMAR,
     "structural_tag": _GRAMMAR,
+    "format": _GRAMMAR,
+    "response_schema": _GRAMMAR,
     "guided_decoding_backend": "'guided_decoding_backend' is not supported: there is one, llguidance.",
     "stop_regex": "'stop_regex' is not supported: use 'stop', or 'structured_outputs' with 'regex'.",
     "no_stop_trim": "'no_stop_trim' is not supported: use 'include_stop_str_in_output'.",
@@ -101,6 +113,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "tfs": (1,),
     "tfs_z": (1,),
+    "repeat_penalty": (1,),
     "verbosity": ("medium",),
 }
 """Values that ask for nothing, besides null, false, and 0 and empty ones."""
@@ -117,11 +130,26 @@ _STRICT = frozenset(("kv_transfer_params", "disagg_params", "bootstrap_host", "b
 """Fields that are refused whatever their value is, unless it is null."""
 
 
-def refuse_unsupported(fields: Fields, obeyed: Collection[str] = ()) -> None:
-    """Raise RequestError for a field that cannot be obeyed. ``obeyed``: fields that this endpoint obeys all the
-    same."""
+def naming_ignored(body: Body, fields: Fields, *others: str) -> Body:
+    """Return ``body`` with the names of the fields that were ignored: ``others``, and those that no getter has read. It
+    takes the whole body because nothing may be read from ``fields`` afterwards."""
+    return replace(body, options=replace(body.options, ignored=(*fields.ignored(), *others)))
+
+
+def refuse_ignored(options: Options) -> None:
+    """Raise RequestError if a field of the request was ignored (``--strict-params``)."""
+    for name in options.ignored:
+        refuse(f"{name[:256]!r} is not supported: it would have no effect.", name[:256], "unsupported")
+
+
+def refuse_unsupported(fields: Fields, api: Api) -> None:
+    """Raise RequestError for a field that the endpoints of ``api`` cannot obey."""
     for name in fields.values:
-        if name in UNSUPPORTED and name not in obeyed:
+        scope = SCOPES.get(name)
+        if scope is not None and api not in scope.obeyed:
+            if scope.asks(fields.raw(name)):
+                refuse(f"{name!r} is not supported by {PATHS[api]}: {scope.advice(api)}.", name, "unsupported")
+        elif name in UNSUPPORTED:
             value = fields.raw(name)
             asks = value or isinstance(value, dict) or (name in _STRICT and value is not None)
             if asks and (value is True or value not in _NEUTRAL.get(name, ())):

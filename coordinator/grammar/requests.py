@@ -42,14 +42,19 @@ def for_completion(options: Options) -> GrammarRequest | None:
 def for_chat(body: ChatBody, form: OutputFormat, thinking: bool) -> GrammarRequest | None:
     """Return what the grammar of a chat depends on, None if its output may be anything. ``form``: how the model writes
     reasoning and calls. ``thinking``: whether the prompt ends inside reasoning. Raises RequestError if calls must be
-    made, or reasoning bounded, in a notation that is not known, or if schemas are too large."""
+    made or must obey their schemas, or reasoning is bounded, in a notation that is not known, or if schemas are too
+    large."""
     given, use, bound = body.options.constraint, body.tool_use, body.max_reasoning_tokens
     if use is not None and form.tools is None:
         if use.choice != "auto":
             raise _unknown("tool_choice", "calls cannot be forced, as it is not known how this model writes them")
+        for tool in _tools(use):
+            if tool.strict:
+                at = f"{use.params[tool.index].rpartition('.')[0]}.strict"
+                raise _unknown(at, "the schema cannot be enforced, as it is not known how this model writes calls")
         use = None
     if bound is not None and form.reasoning is None:
-        raise _unknown("max_reasoning_tokens", "it is not known how this model marks its reasoning")
+        raise _unknown(body.max_reasoning_param, "it is not known how this model marks its reasoning")
     if given is None and use is None and bound is None:
         return None
     tools = () if use is None else _tools(use)
@@ -65,7 +70,7 @@ def for_chat(body: ChatBody, form: OutputFormat, thinking: bool) -> GrammarReque
         max_reasoning_tokens=bound,
     )
     params: dict[int | None, str] = dict(enumerate(() if use is None else use.params))
-    params[None] = given.param if given is not None else "tools" if bound is None else "max_reasoning_tokens"
+    params[None] = given.param if given is not None else "tools" if bound is None else body.max_reasoning_param
     optional = given is None and bound is None and not forced and not any(tool.strict for tool in tools)
     return _wanted(task, params, optional)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 from aiohttp import web
 
-from common.core.errors import RequestError
 from coordinator.api.anthropic import omits_thinking, parse_messages
 from coordinator.api.anthropic_encoder import MessagesShape
 from coordinator.api.fields import JsonBudget
@@ -33,30 +30,18 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
     def read(fields: Json, budget: JsonBudget) -> tuple[ChatRequest, bool]:
         body = parse_messages(fields, budget, arguments_as_text=model.arguments_as_text)
-        if not model.text.output.reads_reasoning:  # then no bound on reasoning can be exceeded
-            body = replace(body, max_reasoning_tokens=None)
-        with _budget_named():
-            return read_chat(model, body, "messages"), omits_thinking(fields)
+        if body.max_reasoning_tokens is not None and not model.text.output.reads_reasoning:
+            # there is nothing to bound; clients ask every model to think
+            ignored = (*body.options.ignored, body.max_reasoning_param)
+            body = replace(body, max_reasoning_tokens=None, options=replace(body.options, ignored=ignored))
+        return read_chat(model, body, "messages"), omits_thinking(fields)
 
     chat, omits = await read_body(request, read, templated=True)
     chat.capped = True  # clients must send max_tokens, and most send more than small models can hold
     request[EXTRA_HEADERS] = {ANTHROPIC_REQUEST_ID: request[REQUEST_ID]}
     most = chat.options.sampling.max_tokens or 0
     shape = MessagesShape(new_head("msg_", model), most, omits_thinking=omits)
-    with _budget_named():
-        return await answer_chat(request, arrived_at, chat, "messages", shape)
-
-
-@contextlib.contextmanager
-def _budget_named() -> Iterator[None]:
-    """Give errors about the bound on reasoning the name that the bound has in the Messages API."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param != "max_reasoning_tokens":
-            raise
-        text = error.message.replace("max_reasoning_tokens", "thinking.budget_tokens")
-        raise RequestError(text, param="thinking.budget_tokens", code=error.code) from None
+    return await answer_chat(request, arrived_at, chat, "messages", shape)
 
 
 @routes.post("/v1/messages/count_tokens")

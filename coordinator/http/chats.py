@@ -52,6 +52,7 @@ class ChatRequest:
 def read_chat(model: ServedModel, body: ChatBody, field: str) -> ChatRequest:
     """Return ``body`` rendered. ``field``: the name of the field with the messages. Raises RequestError."""
     model.check_name(body.options.model)
+    model.check_ignored(body.options)
     text = model.chat_text(body, field)
     form, tools = model.text.output, ""
     if body.tool_use is not None and form.tools is None:
@@ -74,6 +75,7 @@ async def answer_chat(
     options = chat.options
     if grammar.left_out:
         options = replace(options, ignored=(*options.ignored, *grammar.left_out))
+        model.check_ignored(options)
     if chat.capped and (options.sampling.max_tokens or 0) > model.context_length - len(prompt):
         options = replace(options, sampling=replace(options.sampling, max_tokens=None))
     return await answer(

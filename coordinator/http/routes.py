@@ -52,6 +52,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     def read(fields: Json, _: JsonBudget) -> tuple[CompletionBody, GrammarRequest | None]:
         body = parse_completion(fields, context_length)
         model.check_name(body.options.model)
+        model.check_ignored(body.options)
         model.check_prompts(body.prompts, body.options)
         model.check_repeats(body, body.prompts)
         return body, for_completion(body.options)

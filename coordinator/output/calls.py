@@ -171,8 +171,11 @@ def read_named_call(context: Context) -> CallReading:
     written = yield from read_name(stream)
     name, call_id = context.clean(written), ""
     if format.numbered:
-        name, _, number = name.partition(":")
-        call_id = written if number.isdecimal() else ""
+        before, _, number = name.rpartition(":")
+        if number.isdecimal():
+            name, call_id = before, written
+        elif name not in context.tools:
+            name = name.partition(":")[0]
     if format.id_marker and (yield from stream.accept(markers(format.id_marker))):
         yield from read_name(stream)
     introduced = ""

@@ -110,7 +110,8 @@ class ChatBody:
 
     ``tools``: the tools that the chat template is given. ``tool_use``: None if the answer must not call any.
     ``documents``: texts to answer from, for templates that know them. ``include_reasoning``: whether reasoning is
-    returned. ``max_reasoning_tokens``: its maximum length, None if it is not limited."""
+    returned. ``max_reasoning_tokens``: its maximum length, None if it is not limited; ``max_reasoning_param``: the path
+    of the field that says so, for error messages."""
 
     options: Options
     messages: list[Json]
@@ -122,6 +123,7 @@ class ChatBody:
     documents: list[Json] | None = None
     include_reasoning: bool = True
     max_reasoning_tokens: int | None = None
+    max_reasoning_param: str = "max_reasoning_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from coordinator.api import (
     anthropic_content,
     chat_messages,
     openai,
+    reasoning,
     responses,
     responses_items,
     single_answer,
@@ -31,6 +32,7 @@ from coordinator.api import (
     tools,
     unsupported,
 )
+from coordinator.api.scopes import PATHS, SCOPES
 from coordinator.api.unsupported import UNSUPPORTED
 from coordinator.cluster.registry import Registry
 from coordinator.http import anthropic as messages_routes
@@ -127,12 +129,16 @@ _GETTERS = {
 def http_page() -> str:
     """Endpoints, request fields, refused fields and error codes."""
     refused = {name: text.format(name=name) for name, text in UNSUPPORTED.items()}
+    everywhere = tuple(PATHS)
+    scopes = ((f"`{name}`", *("yes" if api in row.obeyed else "refused" for api in everywhere))
+              for name, row in sorted(SCOPES.items()))  # fmt: skip
     chat, text = request_fields(openai.parse_chat), request_fields(openai.parse_completion)
     both = dict(chat.items() & text.items())
     return _page(
         "HTTP API",
         "The API is OpenAI's, with vLLM's additional fields. A field that the server does not know is ignored and "
-        "named in the response header `x-tandem-ignored`; a field that it knows and cannot honour gets status 400.",
+        "named in the response header `x-tandem-ignored`, or refused with `--strict-params`; a field that it knows and "
+        "cannot honour gets status 400.",
         "## Endpoints",
         _table(("endpoint", "what it does"), endpoints()),
         "## Fields of chat and text completions",
@@ -145,7 +151,10 @@ def http_page() -> str:
         *_other_fields(responses_fields(), RESPONSES_HELP, responses.UNSUPPORTED),
         "## Fields of the Messages API",
         *_other_fields(messages_fields(), MESSAGES_HELP, anthropic.UNSUPPORTED),
-        "## Refused fields of chat and text completions",
+        "## Fields that some endpoints obey",
+        "The others refuse them with the code `unsupported`.",
+        _table(("field", *(f"`{PATHS[api]}`" for api in everywhere)), scopes),
+        "## Refused fields",
         _table(("field", "answer"), ((f"`{name}`", answer) for name, answer in sorted(refused.items()))),
         "## Response headers",
         _table(("header", "value"), RESPONSE_HEADERS),
@@ -275,7 +284,7 @@ def _other_fields(fields: Mapping[str, str], helps: Mapping[str, str], refused: 
 
 def request_fields(
     parse: Callable[..., object],
-    modules: Sequence[ModuleType] = (openai, chat_messages, structured, tools, unsupported),
+    modules: Sequence[ModuleType] = (openai, chat_messages, reasoning, structured, tools, unsupported),
 ) -> dict[str, str]:
     """The fields that ``parse`` reads from a request body, with their types and ranges, found in its source.
     ``modules``: those with the functions that it calls; of two with the same name the later one counts."""
@@ -294,12 +303,13 @@ def request_fields(
 
 def responses_fields() -> dict[str, str]:
     """The fields of POST /v1/responses."""
-    return request_fields(responses.parse_responses, (responses, responses_items, single_answer, openai, tools))
+    modules = (responses, responses_items, single_answer, openai, reasoning, tools)
+    return request_fields(responses.parse_responses, modules)
 
 
 def messages_fields() -> dict[str, str]:
     """The fields of POST /v1/messages."""
-    return request_fields(anthropic.parse_messages, (openai, single_answer, anthropic_content, anthropic))
+    return request_fields(anthropic.parse_messages, (openai, reasoning, single_answer, anthropic_content, anthropic))
 
 
 def _fields_read(

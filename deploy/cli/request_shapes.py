@@ -13,6 +13,7 @@ from common.core.request import MAX_TOKENS
 from coordinator.api.fields import INT64
 from coordinator.api.openai import MAX_TOKEN_ID
 from coordinator.api.responses import INCLUDES, LOGPROBS
+from coordinator.api.tools import TOOL_NAME
 
 Shape = dict[str, Any]
 
@@ -38,6 +39,8 @@ def _unless_off(shape: Shape) -> Shape:
 
 _STRING: Shape = {"type": "string"}
 _NAME: Shape = {"type": "string", "minLength": 1, "maxLength": 256}
+_TOOL_NAME: Shape = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
+_BOUND: Shape = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS}
 _OBJECT: Shape = {"type": "object"}
 _OPTIONAL_TEXT: Shape = {"type": ["string", "null"]}
 _TOKENS = _list({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID})
@@ -73,7 +76,7 @@ _CHAT_MESSAGE = _any(
     *(_assistant(name, _STRING) for name in ("reasoning_content", "reasoning", "refusal")),
 )
 _FUNCTION: Shape = {
-    "name": _NAME,
+    "name": _TOOL_NAME,
     "description": _OPTIONAL_TEXT,
     "parameters": {"type": ["object", "null"]},
     "strict": {"type": ["boolean", "null"]},
@@ -135,7 +138,7 @@ _MESSAGE = _any(
         content=_any(_STRING, _list(_any(_TEXT_BLOCK, _USE, _THINKING, _REDACTED))),
     ),
 )
-_MESSAGES_TOOL = _object("name input_schema", name=_NAME, description=_OPTIONAL_TEXT, input_schema=_OBJECT)
+_MESSAGES_TOOL = _object("name input_schema", name=_TOOL_NAME, description=_OPTIONAL_TEXT, input_schema=_OBJECT)
 _MESSAGES_CHOICE = _any(
     _object("type", type={"enum": ["auto", "any", "none"]}),
     _object("type name", type={"const": "tool"}, name=_NAME),
@@ -163,6 +166,7 @@ _SHAPES: dict[str, Shape] = {
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
     "max_completion_tokens": _AT_LEAST_ONE,
+    "max_reasoning_tokens": _BOUND,
     "max_tokens": _AT_LEAST_ONE,
     "messages": _list(_CHAT_MESSAGE, 1),
     "metadata": {
@@ -186,6 +190,10 @@ _SHAPES: dict[str, Shape] = {
     "structured_outputs.json_object": {"type": ["boolean", "null"]},
     "structured_outputs.regex": _unless_off(_STRING),
     "text.format": _any(*_FORMAT["anyOf"], {"type": "null"}),
+    "thinking": _any({"type": "boolean"}, _object("type")),
+    "thinking.type": {"enum": ["enabled", "adaptive", "disabled"]},
+    "thinking_budget": _BOUND,
+    "thinking_token_budget": _BOUND,
     "tokens": _TOKENS,
     "tool_choice": _TOOL_CHOICE,
     "tools": _list(_TOOL),
@@ -195,7 +203,7 @@ _SHAPES: dict[str, Shape] = {
 }
 """Forms by the name of the field."""
 _OF_PATH: dict[str, dict[str, Shape | None]] = {
-    "/v1/completions": {"max_tokens": {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS}},
+    "/v1/completions": {"max_tokens": _BOUND, "max_completion_tokens": _BOUND},
     "/v1/responses": {"n": {"const": 1}},
     "/v1/messages": {
         "n": {"const": 1},
@@ -205,7 +213,6 @@ _OF_PATH: dict[str, dict[str, Shape | None]] = {
         "output_config.effort": {"enum": ["low", "medium", "high", "xhigh", "max", None]},
         "system": _TEXTS,
         "thinking.display": {"enum": ["summarized", "omitted", None]},
-        "thinking.type": {"enum": ["enabled", "adaptive", "disabled"]},
         "thinking": _object("type"),
         "tool_choice": _MESSAGES_CHOICE,
         "tools": _list(_MESSAGES_TOOL),

@@ -9,7 +9,7 @@ from typing import Any
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 INPUT = "/v1/responses/input_tokens"
-FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
 TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
@@ -17,6 +17,12 @@ USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Osl
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "rain"}
 HELLO = [{"role": "user", "content": "hello"}]
 LEAST = {"model": "tiny", "max_tokens": 9, "messages": HELLO}
+LEAST_OF: dict[str, dict[str, Any]] = {
+    RESPONSES: {"model": "tiny", "max_output_tokens": 9, "input": "hello"},
+    MESSAGES: LEAST,
+    COUNT: LEAST,
+}
+"""A small request for each path."""
 
 
 def _user(*blocks: Any) -> dict[str, Any]:
@@ -61,6 +67,13 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"instructions": 3}, "instructions", "invalid_type"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported"),
+    ({"max_output_tokens": 9, "max_tokens": 8}, "max_tokens", "invalid_value"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort", "invalid_value"),
+    ({"max_reasoning_tokens": 3, "thinking_budget": 3}, "thinking_budget", "invalid_value"),
+    ({"thinking": {}}, "thinking.type", "missing_required_parameter"),
+    ({"thinking": True, "enable_thinking": False}, "enable_thinking", "invalid_value"),
+    ({"tools": [{**FUNCTION, "name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"logits_processors": ["x"]}, "logits_processors", "unsupported"),
     ({"conversation": "conv_1"}, "conversation", "unsupported"),
     ({"background": True}, "background", "unsupported"),
@@ -156,6 +169,16 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens", "invalid_value"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort", "invalid_value"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type", "invalid_value"),
+    ({"output_format": {"type": "text"}}, "output_format.type", "invalid_value"),
+    ({"output_format": {"type": "json_schema"}, "output_config": {"format": {"type": "json_schema"}}}, "output_format",
+     "invalid_value"),
+    ({"stop": ["a"], "stop_sequences": ["b"]}, "stop", "invalid_value"),
+    ({"output_config": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort", "invalid_value"),
+    ({"thinking_token_budget": 3, "max_reasoning_tokens": 4}, "thinking_token_budget", "invalid_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+    ({"max_completion_tokens": 9}, "max_completion_tokens", "unsupported"),
+    ({"top_logprobs": 2}, "top_logprobs", "unsupported"),
+    ({"tools": [{**TOOL, "name": "caf\N{LATIN SMALL LETTER E WITH ACUTE}"}]}, "tools[0].name", "invalid_value"),
     ({"tools": [3]}, "tools[0]", "invalid_type"),
     ({"tools": [{**TOOL, "name": None}]}, "tools[0].name", "missing_required_parameter"),
     ({"tools": [{**TOOL, "input_schema": None}]}, "tools[0].input_schema", "missing_required_parameter"),

@@ -26,8 +26,6 @@ _WORD = re.compile(r"[\w.\[\]-]{1,40}")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 EXCUSED = {
-    "_budget_named: RequestError(thinking.budget_tokens)": "of a model that reasons:"
-    " tests/unit/coordinator/http/test_other_apis.py",
     "drain: shutting_down()": "of a drain that takes too long: tests/unit/coordinator/http/test_drain.py",
     "Dispatcher.submit: shutting_down()": "the drain would have to begin while the prompt is tokenized",
     "Connection.handle_error: overloaded()": "of hundreds of connections: tests/security/test_http_limits.py",

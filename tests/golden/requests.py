@@ -51,6 +51,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "slow": (("colocated",), {"slow": 60.0, "request_timeout": 2.0}),
     "full": (("colocated",), {"full": True}),
     "impatient": ((), {"client_timeout": 0.2}),
+    "strict": (("colocated",), {"strict_params": True}),
     "origins": ((), {"allowed_origins": (PAGE,)}),
     "every origin": ((), {"allowed_origins": ("*",), "api_key": KEY}),
     "metrics for keys": ((), {"metrics_access": "key", "api_key": KEY}),
@@ -279,6 +280,7 @@ TOGETHER: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXT, {"max_tokens": 20, "stop": ["e", "a", "i", "o"], "include_stop_str_in_output": True}),
     (TEXT, {"max_tokens": 20, "stop": ["e", "a", "i", "o"], "min_tokens": 9}),
     (TEXT, {"max_tokens": 20}),
+    (TEXT, {"max_tokens": 20, "max_completion_tokens": 2}),
     (TEXT, {"max_tokens": None}),
     (TEXT, {"max_tokens": -1, "prompt": [40] * 2040}),
     (TEXT, {"max_tokens": None, "prompt": [40] * 2040}),
@@ -288,13 +290,16 @@ TOGETHER: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXT, {"logit_bias": {str(token): 1 for token in range(512)}}),
 )
 _F: Any = {"type": "function", "function": {"name": "f"}}
-_G: Any = {"type": "function", "name": "g", "description": "flat", "parameters": {"type": "object"}, "strict": True}
+_G: Any = {"type": "function", "name": "g", "description": "flat", "parameters": {"type": "object"}}
 TOOLS: tuple[dict[str, Any], ...] = (
     {"tools": [_F, _G]},
+    {"tools": [_F, {**_G, "strict": True}]},
     {"tools": [_F, _F]},
     {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
     {"tools": [{"type": "function"}]},
     {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+    {"tools": [{"type": "function", "function": {"name": "mcp.weather/now:v1"}}]},
+    {"tools": [{"type": "function", "function": {"name": "say \"now\""}}]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
     *({"tools": [_F, _G], "tool_choice": choice} for choice in (
         "auto", "none", "required", {}, {"type": "custom"}, {"type": "function"}, {"type": "function", "name": "f"},
@@ -314,6 +319,10 @@ TOOLS: tuple[dict[str, Any], ...] = (
     {"documents": [{"title": "t", "text": "x"}]},
     {"documents": ["x"]},
     {"max_reasoning_tokens": 5},
+    {"thinking_token_budget": 5},
+    {"thinking": {"type": "enabled", "budget_tokens": 5}},
+    {"thinking": {"type": "disabled", "keep": "all"}},
+    {"enable_thinking": True},
     {"include_reasoning": False},
     {"reasoning_effort": "none"},
     {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "reasoning": "r", "content": None}]},
@@ -603,14 +612,18 @@ def _refused() -> Iterator[Call]:
     ):
         yield Call(f"{method} {path}", "colocated", method, path, {}, None)
     for path in (other_apis.RESPONSES, other_apis.MESSAGES, other_apis.COUNT):
-        yield _post(f"no key: {path}", "keys", path, other_apis.LEAST)
+        yield _post(f"no key: {path}", "keys", path, other_apis.LEAST_OF[path])
         headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
-        yield _post(f"a key: {path}", "keys", path, {**other_apis.LEAST, "input": "hello"})._replace(headers=headers)
-        yield _post(f"draining: {path}", "draining", path, {**other_apis.LEAST, "input": "hello"})
-        yield _post(f"empty: {path}", "empty", path, {**other_apis.LEAST, "input": "hello"})
+        yield _post(f"a key: {path}", "keys", path, other_apis.LEAST_OF[path])._replace(headers=headers)
+        yield _post(f"draining: {path}", "draining", path, other_apis.LEAST_OF[path])
+        yield _post(f"empty: {path}", "empty", path, other_apis.LEAST_OF[path])
+    strict = SOME_BODIES | {path: other_apis.LEAST_OF[path] for path in (other_apis.RESPONSES, other_apis.MESSAGES)}
+    for path, body in strict.items():
+        yield _post(f"strict {path}", "strict", path, body)
+        yield _post(f"strict {path} foo", "strict", path, {**body, "foo": 1})
     for path in (other_apis.RESPONSES, other_apis.MESSAGES):
         for stream in (False, True):
-            body = {**other_apis.LEAST, "input": "hello", "stream": stream}
+            body = {**other_apis.LEAST_OF[path], "stream": stream}
             yield _post(f"slow {path} stream={stream}", "slow", path, body)
             yield _post(f"second token fails {path} stream={stream}", "second token fails", path, body)
     yield _post("small: an echo that is too long", "small", TEXT, {"prompt": "x" * 500, "echo": True, "n": 5})

@@ -124,7 +124,8 @@ def requests(strings: st.SearchStrategy[str]) -> st.SearchStrategy[Json]:
         strings, st.fixed_dictionaries({"enum": st.lists(strings, max_size=2), "x": values}), max_size=2
     )
     parameters = st.fixed_dictionaries({"type": strings, "properties": properties})
-    function = st.fixed_dictionaries({"name": named, "description": strings, "parameters": parameters})
+    tool_names = st.sampled_from(["f", "end", "user"])  # those that are accepted cannot spell a control token
+    function = st.fixed_dictionaries({"name": tool_names, "description": strings, "parameters": parameters})
     tools = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": function}), max_size=1)
     kwargs = st.fixed_dictionaries({"mood": strings, "extra": st.dictionaries(strings, strings, max_size=2)})
     effort = strings.map(lambda text: text[:LONGEST_EFFORT])
@@ -240,7 +241,7 @@ def test_control_tokens_are_those_of_the_template(case: Case, body: Json) -> Non
 
 
 def everywhere(text: str) -> Json:
-    """Return a chat with ``text`` in every place in which a client may put a string."""
+    """Return a chat with ``text`` in every place in which a client may put any string."""
     nested = {text: [text, {text: text, "x": [[text]]}], "x": 1, "y": None}
     function = {"name": text, "arguments": json.dumps(nested)}
     parts = [{"type": kind, "text": text} for kind in ("text", "input_text", "output_text")]
@@ -251,7 +252,7 @@ def everywhere(text: str) -> Json:
         "required": [text],
         text: text,
     }
-    tool = {"type": "function", "function": {"name": text, "description": text, "parameters": schema, text: text}}
+    tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": schema, text: text}}
     return {
         "messages": [
             {"role": "system", "content": text},
@@ -269,7 +270,7 @@ def everywhere(text: str) -> Json:
             {"role": "tool", "content": text, "tool_call_id": text, "name": text},
             {"role": "function", "content": text, "name": text},
         ],
-        "tools": [tool, {**tool, "function": {**tool["function"], "name": f"{text}2"}, text: text}],
+        "tools": [tool, {**tool, "function": {**tool["function"], "name": "f2"}, text: text}],
         "chat_template_kwargs": {"mood": text, "extra": {text: text, "x": nested}},
         "reasoning_effort": text,
     }

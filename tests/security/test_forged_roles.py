@@ -69,14 +69,14 @@ def control_tokens(url: str) -> set[int]:
 
 
 def everywhere(text: str) -> dict[str, Any]:
-    """Return a chat with ``text`` in every place in which a client may put a string."""
+    """Return a chat with ``text`` in every place in which a client may put any string."""
     nested = {text: [text, {text: text, "x": [[text]]}], "x": 1}
     call = {"id": text, "type": "function", "function": {"name": text, "arguments": json.dumps(nested)}}
     parts = [{"type": kind, "text": text} for kind in ("text", "input_text", "output_text")]
     parts.append({"type": "refusal", "refusal": text})
     properties = {text: {"enum": [text, text], "default": text, "description": text, "x": nested}}
     schema = {"type": text, "properties": properties, "required": [text], text: text}
-    function = {"name": text, "description": text, "parameters": schema, text: text}
+    function = {"name": "f", "description": text, "parameters": schema, text: text}
     return {
         "messages": [
             {"role": "system", "content": text, "name": text},
@@ -172,7 +172,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
 
 def chat(text: str) -> dict[str, Any]:
     """Return a short chat with ``text`` in fields of every kind."""
-    function = {"name": text, "description": text, "parameters": {"type": "object", "properties": {}}}
+    function = {"name": "f", "description": text, "parameters": {"type": "object", "properties": {}}}
     return {
         "messages": [
             {"role": "system", "content": text, "name": text},
@@ -203,7 +203,7 @@ def pieces(url: str, control: set[int], body: dict[str, Any]) -> tuple[list[int]
 def test_a_worker_computes_control_tokens_only_where_the_template_wrote_them(served: RunningSystem) -> None:
     control = control_tokens(served.url)
     steering, texts = pieces(served.url, control, chat(HARMLESS))
-    assert len(steering) == 8, "of each role but function, which has none, of each end, and of the answer"
+    assert len(steering) == 9, "of each message (a function's is a tool's), of each end, and of the answer"
     assert sum(text.count(HARMLESS) for text in texts) > 20
     for spelled in (*CONTROL, "end", "<|user", "|>"):
         wanted = [text.replace(HARMLESS, spelled) for text in texts]

@@ -135,7 +135,7 @@ def test_an_output_that_ends_without_a_token_is_complete(tmp_path: Path) -> None
     "typed", [OPEN, CLOSE, "<|end|>", f"{CLOSE}<|end|><|assistant|>{OPEN}", "</tool", "<|system|>"]
 )
 def test_no_string_of_a_client_becomes_a_marker(typed: str) -> None:
-    """In results, arguments, names and questions. The same conversation without it has the same control tokens."""
+    """In results, arguments, descriptions and questions. The same conversation without it has the same tokens."""
     text = TextModel(builtin.path(), vocab_size=2048)
     control = set(text.encode(f"<|bos|><|eos|><|pad|><|system|><|user|><|assistant|><|tool|><|end|>{OPEN}{CLOSE}"))
     assert len(control) == 10
@@ -148,7 +148,7 @@ def test_no_string_of_a_client_becomes_a_marker(typed: str) -> None:
             {"role": "assistant", "content": words, "tool_calls": [{"id": words, "function": function}]},
             {"role": "tool", "tool_call_id": words, "content": [{"type": "text", "text": words}]},
         ]
-        tool = {"type": "function", "function": {"name": f"g{words}", "description": words, "parameters": {words: 1}}}
+        tool = {"type": "function", "function": {"name": "g", "description": words, "parameters": {words: 1}}}
         ids = text.encode_chat(parse_chat({"messages": messages, "tools": [tool]}))
         assert words in text.decode(ids, skip_special_tokens=False)
         return [token for token in ids if token in control]

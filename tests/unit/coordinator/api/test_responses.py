@@ -132,12 +132,13 @@ def test_sampling_fields_and_extras() -> None:
 
 
 def test_tools_in_the_flat_form_reach_the_template_nested() -> None:
-    body = parsed(tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False)
+    strict = {**TOOL, "strict": True}
+    body = parsed(tools=[strict], tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False)
     assert body.chat.tools == [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     use = body.chat.tool_use
     assert use is not None and use.choice == "named" and not use.parallel and use.params == ("tools[0].parameters",)
     shown = echoed(body)
-    assert shown["tools"] == [{**TOOL, "description": None}] and shown["parallel_tool_calls"] is False
+    assert shown["tools"] == [{**strict, "description": None}] and shown["parallel_tool_calls"] is False
     assert shown["tool_choice"] == {"type": "function", "name": "weather"}
 
 

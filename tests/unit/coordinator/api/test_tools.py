@@ -152,6 +152,24 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, code: str) 
 
 # -- the deprecated form ----------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("name", ["mcp__a-B_9", "server.tool", "server/tool", "server:tool", "x" * 128])
+def test_names_that_clients_give_tools(name: str) -> None:
+    body = parse_chat({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "name": name}]})
+    assert body.tool_use is not None and body.tool_use.tools[0]["function"] == {"name": name}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a b", "a\n", '"a"', "a\\", "caf\N{LATIN SMALL LETTER E WITH ACUTE}", "<a>", "x" * 129]
+)
+def test_other_names_are_refused(name: str) -> None:
+    """Not every notation of calls can carry them."""
+    function = {"type": "function", "function": {"name": name}}
+    with pytest.raises(RequestError) as caught:
+        parse_chat({"messages": [{"role": "user", "content": "a"}], "tools": [function]})
+    assert (caught.value.status, caught.value.param) == (400, "tools[0].function.name")
+
+
 FUNCTION = {"name": "weather", "description": "Get it", "parameters": SCHEMA}
 
 

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from common.core.errors import RequestError
+from coordinator.api.anthropic import parse_messages
 from coordinator.api.fields import parse_json
 from coordinator.api.openai import parse_chat, parse_completion
 from coordinator.grammar.requests import GrammarRequest, for_chat, for_completion
 from coordinator.grammar.task import MAX_TASK, Answer, Task, Tool, encode
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormat
+from coordinator.output.regions import load
+from tests.golden.other_apis import LEAST
+from tests.unit.coordinator.output.reading import JSON_LINES
 
 FORM = OutputFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -98,12 +102,24 @@ def test_errors_name_the_tool_s_parameters() -> None:
     [
         ({**TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"max_reasoning_tokens": 5}, "max_reasoning_tokens"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"tools": [tool("f"), tool("g", strict=True)]}, "tools[1].function.strict"),
+        ({"tools": [{"type": "function", "name": "f", "strict": True}], "tool_choice": "auto"}, "tools[0].strict"),
     ],
 )
 def test_what_needs_an_unknown_notation_is_unsupported(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(OutputFormat(), **fields)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, "unsupported")
+
+
+def test_a_bound_on_the_reasoning_of_a_response_template_is_refused_by_its_name() -> None:
+    form = OutputFormat(regions=load(JSON_LINES))
+    body = parse_messages({**LEAST, "thinking": {"type": "enabled", "budget_tokens": 3}})
+    assert form.reads_reasoning
+    with pytest.raises(RequestError, match=r"'thinking\.budget_tokens' is not supported") as caught:
+        for_chat(body, form, False)
+    assert (caught.value.param, caught.value.code) == ("thinking.budget_tokens", "unsupported")
 
 
 def test_schemas_that_are_too_large_are_refused() -> None:

@@ -124,6 +124,19 @@ def test_a_forced_output_is_valid_calls_and_nothing_else(name: str, pytestconfig
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("tool", ["-mcp.weather/now:0", "x" * 128])
+def test_every_family_can_write_every_name_that_is_accepted(name: str, tool: str) -> None:
+    given = [{"function": {"name": tool, "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+    harmony = REASONING_FORMATS["harmony"] if name == "openai" else None
+    task = Task(tools=tools_of(given), tool_format=TOOL_FORMATS[name], forced=True, parallel=False, reasoning=harmony)
+    model, rng = family(name), random.Random(name)
+    grammar = model.grammar(task)
+    texts = filter(None, (model.random_match(grammar, rng, 400) for _ in range(3)))
+    found = [read(name, model, text, given) for text in texts]
+    assert found and all([called for called, _ in each.named] == [tool] for each in found)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_without_parallel_calls_there_is_one(name: str, pytestconfig: pytest.Config) -> None:
     model, rng, found = family(name), random.Random(name), 0
     grammar = model.grammar(forced(name, parallel=False))

@@ -46,6 +46,24 @@ async def test_ignored_fields_are_named(cluster: FakeCluster) -> None:
     assert response.headers["x-tandem-ignored"] == "store, foo"
 
 
+async def test_ignored_fields_are_refused_where_parameters_are_strict(model: Path) -> None:
+    own = {"model": "tiny", "max_tokens": 1}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: HELLO,
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {**own, "messages": HELLO["messages"]},
+    }
+    async with open_cluster(model, "colocated", strict_params=True) as cluster:
+        for path, body in bodies.items():
+            response, _ = await cluster.post(path, {**body, "max_tokens": 1})
+            assert response.status == 200 and "x-tandem-ignored" not in response.headers
+            response, answer = await cluster.post(path, {**body, "max_tokens": 1, "foo": 1})
+            assert response.status == 400 and "'foo' is not supported" in answer["error"]["message"]
+            if path != "/v1/messages":  # whose errors have no such members
+                assert (answer["error"]["param"], answer["error"]["code"]) == ("foo", "unsupported")
+
+
 async def test_other_web_sites_can_neither_post_nor_read_here(cluster: FakeCluster) -> None:
     foreign = [("Host", "evil.example"), ("Origin", "https://evil.example"), ("Origin", "null")]
     for name, value in [*foreign, ("Host", "["), ("Origin", "http://["), ("Origin", "")]:

@@ -319,10 +319,12 @@ async def test_a_budget_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         assert (await cluster.post(MESSAGES, SAID))[0].status == 200
 
 
-async def test_a_budget_of_a_model_that_does_not_reason_is_kept(plain: FakeCluster) -> None:
+async def test_a_budget_of_a_model_that_does_not_reason_has_no_effect_and_is_named(plain: FakeCluster) -> None:
     await write(plain, "Hi")
-    response, _ = await plain.post(MESSAGES, {**SAID, "thinking": {"type": "enabled", "budget_tokens": 100}})
-    assert response.status == 200
+    for fields in ({"thinking": {"type": "enabled", "budget_tokens": 100}}, {"max_reasoning_tokens": 100}):
+        response, _ = await plain.post(MESSAGES, {**SAID, **fields, "foo": 1})
+        name = "thinking.budget_tokens" if "thinking" in fields else "max_reasoning_tokens"
+        assert response.status == 200 and response.headers["x-tandem-ignored"] == f"foo, {name}"
 
 
 async def test_without_thinking_the_template_is_told_not_to_reason(model: Path) -> None:

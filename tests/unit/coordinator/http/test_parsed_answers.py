@@ -246,6 +246,18 @@ async def test_calls_that_no_grammar_constrains_say_so(tmp_path: Path) -> None:
         assert (await talker.whole(HELLO))[1]
 
 
+async def test_keywords_that_are_left_out_are_refused_where_parameters_are_strict(model: Path) -> None:
+    async with open_cluster(model, chat_template=PLAIN, strict_params=True) as cluster:
+        await talk(cluster, CALL)
+        for more, status in (({}, 200), ({"not": {"const": "Rome"}}, 400)):
+            schema = {"type": "object", "properties": {"city": {"type": "string", **more}}}
+            function = {"name": "weather", "parameters": schema}
+            response, body = await cluster.post(CHAT, {**HELLO, "tools": [{"type": "function", "function": function}]})
+            assert response.status == status, body
+        param = "tools[0].function.parameters.properties.city.not"
+        assert (body["error"]["param"], body["error"]["code"]) == (param, "unsupported")
+
+
 async def test_keywords_that_are_left_out_of_tools_are_named(tools: FakeCluster) -> None:
     await talk(tools, CALL)
     schema = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "Rome"}}}}

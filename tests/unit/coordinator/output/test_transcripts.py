@@ -65,3 +65,6 @@ def test_identifiers_that_the_model_writes_are_kept() -> None:
     transcript = next(each for each in TRANSCRIPTS if each.tools == "kimi_k2")
     done = read(parser_of("kimi_k2", "kimi_k2"), [(transcript.text, False)])
     assert [call_id for call_id, _, _ in done.calls] == ["functions.get_weather:0", "functions.now:1"]
+    for written, name in (("a:b:2", "a:b"), ("now", "now"), ("now:x", "now")):
+        text = f"<|tool_call_begin|>functions.{written}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        assert read(parser_of("kimi_k2"), [(text, False)]).named == [(name, {})]
