@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2": ("qwen2", {}),
 }
-ROWS = 7
+ROWS = 3
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest accepted difference of logits, relative to their largest."""
 
