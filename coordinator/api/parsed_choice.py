@@ -30,12 +30,14 @@ def new_call_id() -> str:
 @dataclass(frozen=True, slots=True)
 class OutputReading:
     """How the outputs of one request are read. ``tools``: None if they cannot have calls. ``thinking``: whether they
-    continue reasoning that the prompt has opened. ``include_reasoning``: whether the answer has the reasoning."""
+    continue reasoning that the prompt has opened. ``include_reasoning``: whether the answer has the reasoning.
+    ``calls_first``: as of :class:`OutputParser`."""
 
     format: OutputFormat
     tools: ToolUse | None
     thinking: bool
     include_reasoning: bool
+    calls_first: bool = False
 
     def parser(self, tokens: frozenset[str] = frozenset()) -> OutputParser:
         """Return the parser of one output. ``tokens``: as of :class:`OutputParser`."""
@@ -46,6 +48,7 @@ class OutputReading:
             parse_tools=self.tools is not None,
             new_id=new_call_id,
             tokens=tokens,
+            calls_first=self.calls_first,
         )
 
 

@@ -170,7 +170,8 @@ class ServedModel:
         tools = body.tool_use if form.reads_calls else None
         if tools is None and not form.reads_reasoning:
             return None
-        return OutputReading(form, tools, chat.thinking, body.include_reasoning)
+        constrained = body.options.constraint is not None
+        return OutputReading(form, tools, chat.thinking, body.include_reasoning, calls_first=constrained)
 
     async def chat_prompt(self, chat: ChatText, options: Options, field: str = "messages") -> list[int]:
         """Return the token ids of a rendered chat, truncated if the client wants that. ``field``: as for

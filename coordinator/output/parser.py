@@ -34,7 +34,8 @@ class OutputParser:
     the identifier of a call, where the model writes none. ``tokens``: texts of added tokens of the tokenizer. A marker
     with one of them counts only where that arrived as one token. Spelled by other tokens, as the tokenizer spells it
     in strings of a client and as a model may repeat it, it is ordinary text. Which markers begin calls is said in
-    :mod:`coordinator.output.introductions`.
+    :mod:`coordinator.output.introductions`. ``calls_first``: no call begins behind content, as where the content obeys
+    a constraint of its own and may have such texts in its strings.
 
     No text raises. Whitespace around reasoning, before a call and behind one is dropped. What begins as a call and is
     none (no name, arguments that are no object) is content, marker included. A tool's name need not be known, except
@@ -51,6 +52,7 @@ class OutputParser:
         parse_reasoning: bool = True,
         new_id: Callable[[], str],
         tokens: frozenset[str] = frozenset(),
+        calls_first: bool = False,
     ) -> None:
         self._stream = TextStream(tokens)
         self._writer = DeltaWriter()
@@ -70,7 +72,7 @@ class OutputParser:
             reader = HarmonyReader(self._stream, self._writer, context, reasoning is not None)
         else:
             self._markers = _marker_texts(tool_format, reasoning)
-            reader = _Reader(self._stream, self._writer, context, reasoning)
+            reader = _Reader(self._stream, self._writer, context, reasoning, calls_first)
         self._reading: Reading | None = reader.read(thinking)
         next(self._reading)
 
@@ -133,7 +135,12 @@ class _Reader:
     """Reads an output of text, reasoning between tags, and calls between markers or without any."""
 
     def __init__(
-        self, stream: TextStream, writer: DeltaWriter, context: Context | None, reasoning: ReasoningFormat | None
+        self,
+        stream: TextStream,
+        writer: DeltaWriter,
+        context: Context | None,
+        reasoning: ReasoningFormat | None,
+        calls_first: bool,
     ) -> None:
         self._stream = stream
         self._writer = writer
@@ -141,6 +148,7 @@ class _Reader:
         self._thought = Prose(writer.reasoning)
         self._context = context
         self._reasoning = reasoning
+        self._calls_first = calls_first
         self._every = {} if context is None else {each.marker: each for each in introductions(context.format)}
         """What may introduce a call inside a section of calls, by marker."""
         self._triggers: tuple[str, ...] = ()
@@ -154,7 +162,7 @@ class _Reader:
             self._section = pieces(context.format.section[1])
         self._marked = context is not None and bool(context.format.opening)
         self._fresh = True
-        """Whether a call without a marker may begin: before all content, and behind a call."""
+        """Whether there was no content yet, or none since a call. Otherwise no call without a marker begins."""
         self._head = _head(context) if context is not None and not self._marked else None
         self._separator = "" if context is None or self._marked else context.format.between.strip()
 
@@ -180,6 +188,10 @@ class _Reader:
             if not marker:
                 self._content.flush()
                 return
+            if self._calls_first and not self._fresh and marker in self._every:
+                self._content.add(marker)
+                marker = ""
+                continue
             if self._reasoning is not None and marker == self._reasoning.begin:
                 if self._content.begun and not self._reasoning.anywhere:
                     self._content.add(marker)

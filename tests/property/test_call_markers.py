@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.grammar.errors import UNSUPPORTED
-from coordinator.grammar.task import Task
+from coordinator.grammar.task import Answer, Task
 from coordinator.output.formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 from coordinator.output.introductions import introductions
 from tests.unit.coordinator.grammar.families import model_with
@@ -55,6 +55,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("other", {"n": 3}),
 ]
 TEXTS = ("So: ", " ", "\n", "functools", "<", "[", '{"', '{"name": "set"', "\n\n```json\n", "}", "]", "a")
+ANSWER = Answer("json_schema", {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]})
 MOST_TOKENS = 120
 
 
@@ -67,6 +68,8 @@ class Case:
     thinking: bool
     most: int | None
     """Bound of the reasoning in tokens."""
+    answers: bool
+    """Whether the output may be JSON instead."""
     control: tuple[str, ...]
 
     @property
@@ -79,6 +82,7 @@ class Case:
         reasoning = REASONING_FORMATS[self.reasoning] if self.reasoning else None
         form, tools = TOOL_FORMATS[self.tools], tools_of(TOOLS, strict=True)
         task = Task(
+            ANSWER if self.answers else None,
             tools=tools,
             tool_format=form,
             reasoning=reasoning,
@@ -100,7 +104,13 @@ class Case:
             for whole in wholes:
                 behind = whole[whole.index(marker) :] if marker in whole else marker + _behind_markers(form, whole)
                 texts += [behind, f"So: {behind}", behind.replace("[", "", 1), behind[: len(behind) * 2 // 3]]
-        texts += [*wholes, *form.closing, '{"type": "function", "name": "set", "parameters": {"n": "x"}}']
+        texts += [
+            *wholes,
+            *form.closing,
+            '{"type": "function", "name": "set", "parameters": {"n": "x"}}',
+        ]
+        if self.answers:  # in a string, in which markers are no markers
+            texts += ['{"x": "' + text.replace("\n", "").replace('"', "") for text in texts]
         if self.reasoning:
             reasoning = REASONING_FORMATS[self.reasoning]
             texts += [reasoning.begin, reasoning.end, *reasoning.around_content] * 8
@@ -139,15 +149,17 @@ def _cases() -> Iterator[Case]:
             for reasoning in dict.fromkeys(("harmony",) if name == "openai" else ("", own, "mistral")):
                 tags = REASONING_FORMATS[reasoning] if reasoning and name != "openai" else None
                 tokens = (tags.begin, tags.end) if tags and kind else ()
+                words = tuple(dict.fromkeys((*kind, *tokens)))
+                yield Case(name, reasoning, False, None, True, words)
                 for thinking, most in product((False, True), (None, 3)) if reasoning else ((False, None),):
-                    yield Case(name, reasoning, thinking, most, tuple(dict.fromkeys((*kind, *tokens))))
+                    yield Case(name, reasoning, thinking, most, False, words)
 
 
 CASES = list(_cases())
 
 
 @pytest.mark.parametrize("tools", TOOL_FORMATS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_no_call_that_is_read_violates_its_schema(tools: str, data: st.DataObject) -> None:
     case = data.draw(st.sampled_from([each for each in CASES if each.tools == tools]))
@@ -166,7 +178,14 @@ def test_no_call_that_is_read_violates_its_schema(tools: str, data: st.DataObjec
         ids.append(token)
     if not state.is_accepting():
         return
-    parser = parser_of(tools, case.reasoning, thinking=case.thinking, known=TOOLS, tokens=frozenset(case.control))
+    parser = parser_of(
+        tools,
+        case.reasoning,
+        thinking=case.thinking,
+        known=TOOLS,
+        tokens=frozenset(case.control),
+        calls_first=case.answers,
+    )
     for name, arguments in read(parser, case.pushed(ids)).named:
         assert name in VALIDATORS, (name, case.model.tokenizer.decode_str(ids))
         assert VALIDATORS[name].is_valid(arguments), (arguments, case.model.tokenizer.decode_str(ids))

@@ -96,6 +96,7 @@ def parser_of(
     parse_reasoning: bool = True,
     known: Sequence[dict[str, object]] = TOOLS,
     tokens: frozenset[str] = frozenset(),
+    calls_first: bool = False,
 ) -> OutputParser:
     numbers = itertools.count()
     format = OutputFormat(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
@@ -107,6 +108,7 @@ def parser_of(
         parse_reasoning=parse_reasoning,
         new_id=lambda: f"call_{next(numbers)}",
         tokens=tokens,
+        calls_first=calls_first,
     )
 
 
