@@ -163,6 +163,9 @@ def _reasoning_fields(fields: Fields, thinking: Thinking, ignored: list[str]) ->
         effort = reasoning.string("effort", limit=64)
         older = reasoning.choice("generate_summary", SUMMARIES)
         summary = reasoning.choice("summary", SUMMARIES) or older
+        if reasoning.has("max_tokens"):
+            at = reasoning.at("max_tokens")
+            refuse(f"{at!r} is not supported: use 'max_reasoning_tokens'.", at, "unsupported")
         ignored += [f"reasoning.{name}" for name in reasoning.ignored()]
         ignored += ["reasoning.summary"] * (summary == "concise")
     ignored += thinking.ignored

@@ -104,6 +104,7 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
     ({"reasoning": "low"}, "reasoning", "invalid_type"),
     ({"reasoning": {"effort": 1}}, "reasoning.effort", "invalid_type"),
+    ({"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens", "unsupported"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages", "invalid_value"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
     ({"tools": [{"type": "web_search_preview_2025_03_11"}]}, "tools[0].type", "unsupported"),
