@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -142,7 +143,7 @@ def _cases() -> Iterator[Case]:
     for name, form in TOOL_FORMATS.items():
         mine = [each for each in TRANSCRIPTS if each.tools == name]
         control = next((each.control for each in mine if each.control), ())
-        markers = [each.marker for each in introductions(form)]
+        markers = [re.sub(r"(?<=>).*", "", each.marker) for each in introductions(form)]  # one token each
         kinds = {(), control, tuple(markers[:1]), tuple(markers[1:])} if name != "openai" else {HARMONY}
         for kind in sorted(kinds):
             own = next((each.reasoning for each in mine if each.reasoning), "granite_tags")
