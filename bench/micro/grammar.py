@@ -2,9 +2,10 @@
 
 First each grammar constrains one output after another, whose tokens are drawn at random from those that are allowed:
 the CPU time per token is that of following it, of the tokens that it forces, and of the next mask. Then one engine
-decodes plain streams and one more sequence: a plain one, or in every other round one that a hostile grammar constrains.
-When that fails or ends, a plain one takes its place, until the next such round. So both kinds of rounds see the same
-machine, and hostile requests come one after another, as often as rounds are long.
+decodes plain streams and some more sequences: plain ones, or in every other round ones that a hostile grammar
+constrains, each with a text of its own, so that nothing is compiled for two. When one fails or ends, a plain one takes
+its place, until the next such round. So both kinds of rounds see the same machine, and as many hostile requests come in
+every other second. The coordinator would refuse most of them before they reach a worker.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from common.core.request import FinishReason, Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
 from common.engine.runner import ModelEngine
 from common.grammar.compiled import CompiledGrammars
-from common.grammar.masks import OutputTokens, SequenceGrammar
+from common.grammar.masks import Grammars, OutputTokens, SequenceGrammar
 
 CONTEXT, PROMPT, ROUND_S = 256, 32, 1.0
 LONGEST = CONTEXT - PROMPT
@@ -57,10 +58,17 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "required": [f"p{at}" for at in range(20)],
     },
 }
-_LETTERS = [f"t{at}: /[a-z]*{chr(97 + at % 26)}[a-z]{{{at % 17 + 1}}}/ start?" for at in range(400)]
+
+
+def _words(count: int) -> str:
+    rules = [f"t{at}: /[a-z]*{chr(97 + at % 26)}[a-z]{{{at % 17 + 1}}}/ start?" for at in range(count)]
+    return "\n".join([f"start: {' | '.join(f't{at}' for at in range(count))}", *rules])
+
+
 HOSTILE = {
     "ambiguous": 'start: x\nx: x x | x x x | "a" | "b" | "ab" | "ba"',
-    "400 overlapping words": "\n".join([f"start: {' | '.join(f't{at}' for at in range(400))}", *_LETTERS]),
+    "80 overlapping words": _words(80),
+    "400 overlapping words": _words(400),
     "endless states": "start: /[a-z]*a[a-z]{200}c/",
     "nothing, often": 'start: a{0,2000}\na: b{0,200}\nb: c?\nc: "x" | "y"?',
 }
@@ -92,33 +100,37 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
 
 
 class Decoder:
-    """Decodes ``streams`` plain streams and one more sequence on ``engine``."""
+    """Decodes ``streams`` plain streams and ``more`` sequences on ``engine``."""
 
-    def __init__(self, engine: ModelEngine, streams: int) -> None:
-        self._engine, self._rng = engine, random.Random(1)
-        self._rows = [self._new("") for _ in range(streams + 1)]
+    def __init__(self, engine: ModelEngine, streams: int, more: int) -> None:
+        self._engine, self._rng, self._more = engine, random.Random(1), more
+        self._rows = [self._new("") for _ in range(streams + more)]
         size = engine.layout.block_size
         blocks = CONTEXT // size
-        self._tables = [[BlockId(blocks * row + at) for at in range(blocks)] for row in range(streams + 1)]
+        self._tables = [[BlockId(blocks * row + at) for at in range(blocks)] for row in range(streams + more)]
         self.refused = 0
 
     def run(self, grammar: str) -> list[float]:
         """Run a round of decode steps and return the seconds of each, as a stream sees them; ``grammar`` is that of the
-        one more sequence, "" for none."""
-        self._rows[-1] = self._new(grammar)
+        additional sequences, "" for none."""
+        self._rows[-self._more :] = [self._new(grammar) for _ in range(self._more)]
         self._prefill()
         seconds: list[float] = []
         while sum(seconds) < ROUND_S:
             started = time.perf_counter()
-            batch = Batch(tuple(Segment(one, one.computed, one.missing) for one in self._rows), tuple(self._tables))
-            self._take(batch)
+            self._take()
             seconds.append(time.perf_counter() - started)
             self._renew()
         return seconds
 
-    def _take(self, batch: Batch) -> None:
-        result, grammars = self._engine.step(batch), self._engine.grammars
-        for at, one in enumerate(self._rows):
+    def _take(self) -> None:
+        """Run a step, without the sequences whose masks are still being computed, as a worker does."""
+        rows = [row for row, one in enumerate(self._rows) if not Grammars.held(one)]
+        segments = (Segment(self._rows[row], self._rows[row].computed, self._rows[row].missing) for row in rows)
+        result = self._engine.step(Batch(tuple(segments), tuple(self._tables[row] for row in rows)))
+        grammars = self._engine.grammars
+        for at, row in enumerate(rows):
+            one = self._rows[row]
             if at in result.refusals:
                 self.refused += 1
                 one.finish = FinishReason.FAILED
@@ -149,15 +161,15 @@ class Decoder:
             one.computed = len(one.tokens) - 1
 
     def _new(self, grammar: str) -> Sequence:
-        prompt = [self._rng.randrange(self._engine.vocab_size) for _ in range(PROMPT)]
-        sampling = SamplingParams(LONGEST, self._rng.getrandbits(30), grammar=grammar)
+        prompt, seed = [self._rng.randrange(self._engine.vocab_size) for _ in range(PROMPT)], self._rng.getrandbits(30)
+        sampling = SamplingParams(LONGEST, seed, grammar=f"{grammar}\n// {seed}" if grammar else "")
         return Sequence(Request(new_request_id(), pack_tokens(prompt), sampling), 0)
 
 
 def interference(engine: ModelEngine, config: BenchGrammarConfig, grammar: str) -> dict[str, float]:
-    """Return mean, median and P99 seconds of steps beside a plain sequence and beside a hostile one, and how many of
-    the latter were refused."""
-    decoder, plain, beside = Decoder(engine, config.streams), list[float](), list[float]()
+    """Return mean, median and P99 seconds of steps beside plain sequences and beside hostile ones, and how many of the
+    latter were refused."""
+    decoder, plain, beside = Decoder(engine, config.streams, config.hostile), list[float](), list[float]()
     decoder.run("")
     for _ in range(config.rounds):
         plain += decoder.run("")
@@ -189,13 +201,14 @@ def run(config: BenchGrammarConfig) -> int:
         costs[name] = {"token_s": mean, "mask_p99_s": float(np.quantile([seconds for seconds, _ in each], 0.99))}
         print(f"| {name} | {1e6 * mean:.1f} | {1e6 * costs[name]['mask_p99_s']:.0f} |", flush=True)
     threads.shutdown()
-    rows = config.streams + 1
+    rows = config.streams + config.hostile
     engine = load_engine(
         checkpoint, num_kv_blocks=rows * CONTEXT // 16, max_batched_tokens=rows * CONTEXT, max_num_seqs=rows,
         batch_hint=rows,
     )  # fmt: skip
     found: dict[str, dict[str, float]] = {}
-    print(f"\n| {config.streams} streams beside a grammar | mean ITL | P50 | P99 | refused |\n|---|---|---|---|---|")
+    head = f"{config.streams} streams beside {config.hostile} sequences of"
+    print(f"\n| {head} | mean ITL | P50 | P99 | refused of {config.rounds * config.hostile} |\n|---|---|---|---|---|")
     try:
         engine.warm_up()
         for name, grammar in HOSTILE.items():
@@ -205,5 +218,7 @@ def run(config: BenchGrammarConfig) -> int:
     finally:
         engine.close()
     if config.save:
-        results.save(Path(config.save), {"tokens": costs, "streams": config.streams, "beside": found})
+        results.save(
+            Path(config.save), {"tokens": costs, "streams": config.streams, "hostile": config.hostile, "beside": found}
+        )
     return 0

@@ -18,3 +18,4 @@ class BenchGrammarConfig(SaveOption):
     tokens: int = option(4000, "tokens of constrained output per grammar", count(1, 1 << 16), "load")
     rounds: int = option(10, "seconds of decode steps with and without each hostile grammar", count(1), "load")
     streams: int = option(8, "streams without a grammar", count(1, 64), "load")
+    hostile: int = option(4, "sequences with a hostile grammar beside them", count(1, 64), "load")

@@ -47,7 +47,13 @@ def references(levels: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{levels}": {"type": "integer"}}}
 
 
+def optional(count: int) -> dict[str, Any]:
+    """Return the schema of an object with ``count`` properties, none of them required."""
+    return {"type": "object", "properties": {f"property_number_{at}": {"type": "string"} for at in range(count)}}
+
+
 LARGE: dict[str, tuple[Any, Any]] = {
+    "optional properties": ("json_schema", optional(300)),
     "a long repetition": ("regex", "a{5000}"),
     "a long text": ("regex", r"(?s:.{0,50000})"),
     "a pattern of many states": ("regex", "(a|b)*a(a|b){200}"),
@@ -73,6 +79,7 @@ def test_what_passes_is_followed_by_a_worker(name: str) -> None:
 HOSTILE: dict[str, tuple[Any, Any, str]] = {
     "a very long repetition": ("regex", "a{100000}", "10 ms of CPU time"),
     "an ambiguous grammar": ("lark", 'start: x\nx: x x | x x x | "a" | "b" | "ab" | "ba"', "is too complex|cannot be"),
+    "more optional properties": ("json_schema", optional(600), "items; max is 2000"),
     "states of a lexer": ("regex", r"((((\pL)?)+|((.)+)?)){20000}", "too many|CPU time"),
 }
 
