@@ -34,8 +34,8 @@ class OutputParser:
     the identifier of a call, where the model writes none. ``tokens``: texts of added tokens of the tokenizer. A marker
     with one of them counts only where that arrived as one token. Spelled by other tokens, as the tokenizer spells it
     in strings of a client and as a model may repeat it, it is ordinary text. Which markers begin calls is said in
-    :mod:`coordinator.output.introductions`. ``calls_first``: no call begins behind content, as where the content obeys
-    a constraint of its own and may have such texts in its strings.
+    :mod:`coordinator.output.introductions`. ``calls_first``: neither a call nor reasoning begins behind content, as
+    where the content obeys a constraint of its own and may have such texts in its strings.
 
     No text raises. Whitespace around reasoning, before a call and behind one is dropped. What begins as a call and is
     none (no name, arguments that are no object) is content, marker included. A tool's name need not be known, except
@@ -149,6 +149,7 @@ class _Reader:
         self._context = context
         self._reasoning = reasoning
         self._calls_first = calls_first
+        self._content_end = () if reasoning is None else reasoning.around_content[1:]
         self._every = {} if context is None else {each.marker: each for each in introductions(context.format)}
         """What may introduce a call inside a section of calls, by marker."""
         self._triggers: tuple[str, ...] = ()
@@ -188,7 +189,7 @@ class _Reader:
             if not marker:
                 self._content.flush()
                 return
-            if self._calls_first and not self._fresh and marker in self._every:
+            if self._calls_first and not self._fresh and marker not in self._content_end:
                 self._content.add(marker)
                 marker = ""
                 continue

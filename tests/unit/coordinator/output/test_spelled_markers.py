@@ -93,6 +93,19 @@ def test_a_spelled_marker_before_a_real_one_hides_nothing() -> None:
         assert (found.content, found.named) == (said.rstrip(), [("now", {"a": "</tool_call>"})])
 
 
+@pytest.mark.parametrize(
+    ("tools", "reasoning"), [("granite", "granite_tags"), ("mistral", "mistral"), ("hermes", "qwen3")]
+)
+def test_markers_in_the_strings_of_a_constrained_answer_are_text(tools: str, reasoning: str) -> None:
+    form, call = REASONING_FORMATS[reasoning], TOOL_FORMATS[tools].opening[0] + CALL
+    text = f'{{"x": "{form.begin}so{form.end}{"".join(form.around_content[:1])}{call}"}}'
+    for pieces in cuts(text):
+        assert read(parser_of(tools, reasoning, calls_first=True), pieces) == Read(text)
+    thought, end = f"{form.begin}so{form.end}", "".join(form.around_content[1:])
+    for pieces in cuts(f"{thought}{text}{end}"):
+        assert read(parser_of(tools, reasoning, calls_first=True), pieces) == Read(text, "so")
+
+
 def test_the_end_of_a_value_counts_as_token() -> None:
     end, tokens = (
         "</arg_value>",
