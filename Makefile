@@ -110,7 +110,7 @@ lm-eval: $(VENV)/.installed-test .cache/lm-eval/bin/lm-eval ## does lm-eval get 
 # The clients' versions are pinned; node and npm, nginx and HAProxy are used where they are installed.
 CLIENTS := tests/conformance/clients
 .PHONY: conformance
-conformance: $(VENV)/.installed-test .cache/conformance/.installed .cache/conformance-npm/.installed ## real clients against a live system, also behind nginx and HAProxy (ARGS="check_llm.py --only direct"); writes docs/reference/clients.md
+conformance: $(VENV)/.installed-test .cache/conformance/.installed .cache/conformance-pydantic-ai/.installed .cache/conformance-npm/.installed ## real clients against a live system, also behind nginx and HAProxy (ARGS="check_llm.py --only direct"); writes docs/reference/clients.md
 	@$(BIN)/python -m tests.conformance .cache/conformance .cache/conformance-npm $(ARGS)
 
 SUITE := .cache/json-schema-test-suite
@@ -187,9 +187,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@.cache/lm-eval/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-compile 'lm-eval[api,hf]==0.4.13'
 
 .cache/conformance/.installed: tests/conformance/requirements.txt $(BIN)/python
-	@echo "installing the clients, in an environment of their own"
-	@$(BIN)/python -m venv .cache/conformance
-	@.cache/conformance/bin/python -m pip -qq --disable-pip-version-check --no-input install -r $<
+.cache/conformance-pydantic-ai/.installed: tests/conformance/requirements-pydantic-ai.txt $(BIN)/python
+.cache/conformance/.installed .cache/conformance-pydantic-ai/.installed:
+	@echo "installing clients, in an environment of their own"
+	@$(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip -qq --disable-pip-version-check --no-input install -r $<
 	@touch $@
 
 .cache/conformance-npm/.installed: $(CLIENTS)/package.json $(CLIENTS)/package-lock.json

@@ -2,8 +2,9 @@
 
     python -m tests.conformance CLIENTS NPM [FILE ...] [--only ROUTE]
 
-CLIENTS is the environment with the Python clients, NPM the folder with those for JavaScript. With files
-(``check_llm.py``) or routes only these run, and nothing is written. Exits with 1 if a check fails.
+CLIENTS is the environment with the Python clients, beside which CLIENTS-pydantic-ai has one that needs other versions;
+NPM is the folder with those for JavaScript. With files (``check_llm.py``) or routes only these run, and nothing is
+written. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FLAGS = (
     *("--port", "0", "--control-port", "0", "--served-model-name", "tandem-builtin"),
     *("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "1024"),
 )
+APART = {"check_pydantic_ai.py": "pydantic-ai"}
+"""Files that run in an environment of their own, with the end of its name."""
 ROUTES = ("direct", "nginx", "HAProxy")
 QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -54,7 +57,8 @@ async def run_checks(
                 "CONFORMANCE_RESULTS": str(results),
                 "CONFORMANCE_NPM": str(npm),
             }
-            command = [str(clients / "bin" / "python"), "-m", "pytest", "-q", "--tb=short", "-W", "ignore", file.name]
+            python = (clients if file.name not in APART else Path(f"{clients}-{APART[file.name]}")) / "bin" / "python"
+            command = [str(python), "-m", "pytest", "-q", "--tb=short", "-W", "ignore", file.name]
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(*command, cwd=FOLDER, env=environment, stdout=pipe)
             said, _ = await process.communicate()

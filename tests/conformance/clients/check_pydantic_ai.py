@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from anthropic import AsyncAnthropic
-from anthropic.types.beta import BetaMessageParam
 from openai import AsyncOpenAI
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.profiles import ModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from scenarios import (
@@ -28,17 +28,14 @@ from scenarios import (
 )
 
 CLIENT = "pydantic-ai-slim"
-BROKEN = pytest.mark.skipif(
-    type(BetaMessageParam) is not type(dict),
-    reason="pydantic-ai-slim 2.31.1 does not run with anthropic 2: it calls BetaMessageParam, which that made a union",
-)
-APIS = pytest.mark.parametrize("api", ["chat", "responses", pytest.param("messages", marks=BROKEN)])
+APIS = pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 
 
 def model_of(base: str, api: str) -> Any:
     if api == "messages":
         return AnthropicModel(
             MODEL,
+            profile=ModelProfile(supports_json_schema_output=True),  # the default is by the names of Anthropic's models
             provider=AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=base, api_key=KEY, max_retries=0)),
         )
     provider = OpenAIProvider(openai_client=AsyncOpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0))
