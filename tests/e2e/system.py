@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import aiohttp
 import psutil
 
+from common.core.ids import pack_tokens
 from common.core.request import SamplingParams
 from tests import leaked_keys
 from tests.e2e.spawner import Spawner
@@ -377,9 +378,10 @@ def sampling_of(fields: dict[str, Any]) -> SamplingParams:
     """Return the sampling parameters that a request with these JSON fields asks for."""
     known = set(SamplingParams.__struct_fields__)
     assert fields.keys() <= known | _OTHER_FIELDS, "a field that the reference would not see"
-    converted = {"seed", "logit_bias", "stop_token_ids", "logprobs"}
+    converted = {"seed", "logit_bias", "stop_token_ids", "logprobs", "allowed_token_ids"}
     chosen = {name: value for name, value in fields.items() if name in known - converted}
     bias = {int(token): float(value) for token, value in fields.get("logit_bias", {}).items()}
     stops = tuple(fields.get("stop_token_ids", ()))
     chosen["seed"] = fields.get("seed", 0) & SEED_MASK
+    chosen["allowed_token_ids"] = pack_tokens(fields.get("allowed_token_ids", ()))
     return SamplingParams(**chosen, logit_bias=bias, stop_token_ids=stops, eos_token_ids=(EOS,))
