@@ -42,11 +42,15 @@ class Choice:
         stops: StopStrings | None,
         *,
         continues: bool = False,
+        echoed: bool = False,
     ) -> None:
-        """``continues``: whether the output continues the text of ``prompt``, rather than being a text of its own."""
+        """``continues``: whether the output continues the text of ``prompt``, rather than being a text of its own.
+        ``echoed``: whether that text is shown too."""
         self.index, self.prompt = index, prompt
         after = prompt if continues else ()
-        self._detokenizer = text.detokenizer(skip_special_tokens=options.skip_special_tokens, after=after)
+        self._detokenizer = text.detokenizer(
+            skip_special_tokens=options.skip_special_tokens, after=after, echoed=echoed
+        )
         self._window = StopWindow(stops) if stops else None
         self._include_stop, self._min_tokens = options.include_stop, options.sampling.min_tokens
         self.ids: list[int] = []

@@ -80,7 +80,7 @@ async def answer(
     def choice(index: int) -> Choice:
         prompt = prompts[index // options.n]
         if reading is None:
-            made = Choice(index, prompt, options, model.text, stops, continues=continues)
+            made = Choice(index, prompt, options, model.text, stops, continues=continues, echoed=bool(echoes))
         else:
             made = ParsedChoice(index, prompt, options, model.text, stops, reading, continues=continues)
         if reports:

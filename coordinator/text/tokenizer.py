@@ -171,12 +171,19 @@ class TextModel:
             end -= 1
         return self.decode(ids[:end])
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, after: Sequence[int] = (), echoed: bool = False
+    ) -> Detokenizer:
         """Return a new incremental decoder for one stream of tokens. ``after``: the tokens before it, of whose text it
-        is the continuation, with the space between them. Empty: the stream is a text of its own."""
-        if self._byte_level:
-            return _ByteDetokenizer(self, skip_special_tokens, after)
-        return _WindowDetokenizer(self, skip_special_tokens, after)
+        is the continuation, with the space between them. Empty: the stream is a text of its own. ``echoed``: their text
+        is shown too (:meth:`decode_prompt`). Otherwise an incomplete character at their end is only shown if the stream
+        completes it."""
+        kind = _ByteDetokenizer if self._byte_level else _WindowDetokenizer
+        stream = kind(self, skip_special_tokens, after)
+        tail = after[-SEEN_TOKENS:]
+        if tail and not echoed and (before := self.decode(tail)).endswith("�"):
+            return _Continuation(stream, before[len(self.decode_prompt(tail)) :])
+        return stream
 
     def control_tokens(self, texts: Iterable[str]) -> dict[int, str]:
         """Return those of ``texts`` that are exactly the spelling of one special token, by its id."""
@@ -350,6 +357,27 @@ class _WindowDetokenizer:
     def _new(self) -> str:
         before = self._text.decode(self._ids[self._start : self._read], skip_special_tokens=self._skip)
         return self._text.decode(self._ids[self._start :], skip_special_tokens=self._skip)[len(before) :]
+
+
+class _Continuation:
+    """Decodes as ``stream``, without the ``unfinished`` character of the text before, unless the stream completes
+    it."""
+
+    __slots__ = ("_stream", "_unfinished")
+
+    def __init__(self, stream: Detokenizer, unfinished: str) -> None:
+        self._stream, self._unfinished = stream, unfinished
+
+    def push(self, token: int) -> str:
+        return self._own(self._stream.push(token))
+
+    def finish(self) -> str:
+        return self._own(self._stream.finish())
+
+    def _own(self, text: str) -> str:
+        if text and self._unfinished:
+            text, self._unfinished = text.removeprefix(self._unfinished), ""
+        return text
 
 
 class StopStrings:

@@ -42,6 +42,21 @@ def test_prompt_and_output_together_are_the_whole_text(text: TextModel, sample: 
             assert before + output == whole, (ids[:cut], ids[cut:])
 
 
+def test_a_character_that_only_the_prompt_has_begun_is_shown_with_an_echo(text: TextModel) -> None:
+    """Without one, the output would be no JSON even if its tokens are."""
+    whole, braces = text.encode("🙂", add_special_tokens=False), text.encode("{}", add_special_tokens=False)
+    cuts = [cut for cut in range(1, len(whole)) if text.decode(whole[:cut]).endswith("�")]
+    if not cuts:
+        pytest.skip("no token of this tokenizer is a part of a character")
+    for cut in cuts:
+        own, echoed = (text.detokenizer(after=whole[:cut], echoed=echoed) for echoed in (False, True))
+        completed, ended = text.detokenizer(after=whole[:cut]), text.detokenizer(after=whole[:cut])
+        assert "".join([*map(own.push, braces), own.finish()]).lstrip() == "{}"
+        assert "".join([*map(echoed.push, braces), echoed.finish()]).startswith("�")
+        assert "".join([*map(completed.push, whole[cut:]), completed.finish()]).endswith("🙂")
+        assert ended.finish() == ""
+
+
 @pytest.mark.parametrize("kind", ["sentencepiece_bpe", "unigram"])
 def test_a_first_space_is_kept_after_a_prompt_and_dropped_at_a_beginning(text: TextModel, kind: str) -> None:
     ids = text.encode("the receiver", add_special_tokens=False)
