@@ -72,9 +72,9 @@ class Sequence:
         sampling = request.sampling  # derived once: every step reads these, and lookups would miss the CPU's caches
         self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
         self._keeps_logprobs = sampling.logprobs is not None
-        self.constrained = bool(sampling.grammar)
-        self.masked = self.constrained or sampling.restricts
-        """Whether the next token is sampled under a mask."""
+        self.constrained = bool(sampling.grammar) and sampling.max_tokens > 0
+        self.masked = self.constrained or (sampling.restricts and sampling.max_tokens > 0)
+        """Whether the next token is sampled under a mask. Without output there is none, which no mask can fail."""
         self._last_length = self.prompt_length + sampling.max_tokens
         self.best_from: float = self._ends_from if sampling.takes_best else inf
         """Length in tokens from which on the next token is a plain argmax (``SamplingParams.takes_best``), or inf."""

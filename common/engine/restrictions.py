@@ -58,7 +58,7 @@ class Restriction:
 def restricted(sequence: Sequence, grammar: Mask | None, vocab_size: int) -> Mask | None:
     """Return the mask of the next token of ``sequence``, None if every token may follow. ``grammar``: what its grammar
     allows, None for no grammar."""
-    if not sequence.request.sampling.restricts:
+    if not (sequence.masked and sequence.request.sampling.restricts):
         return grammar
     restriction = sequence.restriction
     if not isinstance(restriction, Restriction):

@@ -80,7 +80,7 @@ class HeldRequests:
             self.fail(transfer, "too_long", f"{tokens} tokens, this worker holds at most {room}", retriable=False)
         else:
             self._deadlines[transfer] = now + request.deadline_ms / 1000
-            if request.sampling.grammar and engine.grammars is not None:
+            if request.sampling.grammar and request.sampling.max_tokens and engine.grammars is not None:
                 engine.grammars.prepare(request.sampling.grammar)
             return True
         return False

@@ -17,6 +17,7 @@ from common.grammar.masks import StepMasks
 from common.net.messages import Generate, Resend, Tokens
 from decode.role import DecodeWorker
 from tests.fakes.constrained import EOS, ConstrainedOracle, text_of
+from tests.fakes.oracle import VOCABULARY
 from tests.fakes.overlapped import OverlappedOracle
 from tests.schemas import Schema, random_schema, schema_grammar
 from tests.seeds import seeds
@@ -112,7 +113,7 @@ def test_log_probabilities_of_forced_tokens_are_zero(bench: Bench) -> None:
     assert forced[-1] and not forced[0] and sum(forced) > 8 and not all(forced[1:])
     for token, entry in zip(ids, seen, strict=True):
         assert entry.top_ids == pack_tokens([token]) and entry.top == (entry.logprob,)
-        assert entry.logprob in (0.0, -1.0 - token)
+        assert entry.logprob in (0.0, -token / VOCABULARY)
 
 
 @pytest.mark.parametrize("cut", [1, 3, 8, *(pytest.param(cut, marks=pytest.mark.whole) for cut in (2, 5, 13, 21))])
@@ -245,6 +246,18 @@ def test_a_grammar_that_cannot_be_obeyed_fails_its_own_request(bench: Bench) -> 
     failed = bench.failed[bad.id, 1]
     assert failed.code == "grammar_failed" and "cannot be compiled" in failed.detail and not failed.retriable
     check(outputs(bench, good)[0])
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill"])
+def test_a_request_without_output_is_not_failed_by_what_its_output_would_be(bench: Bench, role: str) -> None:
+    worker = bench.add(role, ConstrainedOracle(64))
+    impossible = make(1, max_tokens=0, allowed_token_ids=(5,), bad_words=((5,),))
+    broken = make(2, max_tokens=0, grammar="start: /(/")
+    for request in (impossible, broken):
+        bench.send(f"{role}-0", Generate(request, 1))
+    bench.until(lambda: bench.done(impossible, broken) or bench.failed)
+    assert not bench.failed and not worker.holdings()
+    assert [bench.finished[request.id, 1, 0] for request in (impossible, broken)] == [FinishReason.LENGTH] * 2
 
 
 @pytest.mark.parametrize("seed", seeds(12, few=4))
