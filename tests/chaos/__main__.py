@@ -27,9 +27,9 @@ from pathlib import Path
 
 from tests.chaos import load, matrix, overload, soak
 from tests.chaos.cells import CELLS
-from tests.chaos.cluster import clock
 from tests.chaos.host import undisturbed
 from tests.chaos.load import HEADER, LoadFigures
+from tests.chaos.request import clock
 
 
 def _matrix(options: argparse.Namespace) -> tuple[bool, str]:

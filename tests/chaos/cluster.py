@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
 import re
 import signal
 import sys
-import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,9 +27,11 @@ import aiohttp
 from common.checkpoint.files import open_checkpoint
 from tests import leaked_keys
 from tests.chaos.proxy import FaultProxy
+from tests.chaos.request import ChaosRequest, clock
 from tests.chaos.worker import FIRST_FAULT
 from tests.fakes.checkpoint import fake_checkpoint
-from tests.fakes.oracle import VOCABULARY, oracle_stream
+from tests.fakes.constraints import SHORT
+from tests.fakes.oracle import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 START_S = 20.0
@@ -39,9 +39,9 @@ FREE_WITHIN_S = 10.0
 _SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{.*\} (\S+)$", re.M)
 _POOL = re.compile(r"^\S+ r(.)\S+ \S+ \S+ (\d+) +/memfd:tandem-kv ", re.M)
+_SCREENING = "coordinator.grammar.screening"
+"""The module of the process in which a coordinator screens grammars; its argument is the coordinator's process id."""
 _LOST_ATTEMPTS = re.compile(r"^tandem_(?:retries|migrations)_total (\S+)", re.M)
-JSON = {"Content-Type": "application/json"}
-clock = time.monotonic
 
 
 class Stuck(AssertionError):
@@ -63,6 +63,14 @@ def pools_of(pid: int) -> tuple[set[int], set[int]]:
     return {inode for own, inode in found if own}, {inode for own, inode in found if not own}
 
 
+def words_of(process: Path) -> list[str]:
+    """Return the command line of a process, given its directory in /proc; empty if it is gone."""
+    try:
+        return process.joinpath("cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
 def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
     """Make a checkpoint with the oracle's vocabulary that the coordinator can open; return its path and fingerprint."""
     fake_checkpoint(directory)
@@ -72,96 +80,6 @@ def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ChaosRequest:
-    """One request to POST /v1/completions and its answer. Times are monotonic seconds.
-
-    ``sent`` is set when the body has been sent, ``came`` with each token; ``left`` is the phase in which the client
-    disconnected, or empty."""
-
-    prompt: list[int]
-    max_tokens: int
-    seed: int
-    stream: bool = True
-    extra: dict[str, Any] = field(default_factory=dict)
-    status: int = 0
-    ids: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    error: str = ""
-    done: bool = False
-    left: str = ""
-    sent: asyncio.Event = field(default_factory=asyncio.Event)
-    came: asyncio.Event = field(default_factory=asyncio.Event)
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    headers: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def wanted(self) -> list[int]:
-        return oracle_stream(self.prompt, self.seed, 0, self.max_tokens)
-
-    def verdict(self) -> str:
-        """Judge the answer: ``exact``, ``wrong`` (a token differs, whatever else happened), ``left WHEN`` (the client
-        disconnected), ``error CODE`` or ``cut`` (the stream ended without an end or an error)."""
-        wanted = self.wanted
-        if self.ids != wanted[: len(self.ids)]:
-            return "wrong"
-        if self.left:
-            return f"left {self.left}"
-        if self.error:
-            return f"error {self.error}"
-        if not self.done:
-            return "cut"
-        return "exact" if len(self.ids) == len(wanted) else "wrong"
-
-    def largest_gap(self, since: float) -> float:
-        """Return the longest time without a token from ``since`` (or the start, if later) to the end, in seconds."""
-        since = max(since, self.started_at)
-        marks = [since, *(at for at in self.arrivals if at > since), max(self.ended_at, since)]
-        return max(after - before for before, after in itertools.pairwise(marks))
-
-    def body(self) -> bytes:
-        """Return the request body as JSON."""
-        return json.dumps({
-            "model": "oracle", "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed,
-            "ignore_eos": True, "stream": self.stream, "return_token_ids": True, **self.extra,
-        }).encode()  # fmt: skip
-
-    async def send(self, session: aiohttp.ClientSession) -> ChaosRequest:
-        self.started_at = clock()
-        try:
-            asked = session.post("/v1/completions", data=self.body(), headers=JSON, trace_request_ctx=self)
-            async with asked as response:
-                self.status, self.headers = response.status, dict(response.headers)
-                if self.stream and response.status == 200:
-                    await self._read(response)
-                else:
-                    self._take(await response.json())
-                    self.done = True
-        except (aiohttp.ClientError, ConnectionError):
-            pass  # cut: ``done`` is False
-        finally:
-            self.ended_at = clock()
-        return self
-
-    async def _read(self, response: aiohttp.ClientResponse) -> None:
-        async for line in response.content:
-            if line.startswith(b"data: [DONE]"):
-                self.done = True
-            elif line.startswith(b"data: "):
-                self._take(json.loads(line[6:]))
-
-    def _take(self, body: dict[str, Any]) -> None:
-        if "error" in body:
-            self.error = body["error"]["code"] or body["error"]["type"]
-            return
-        for choice in body["choices"]:
-            ids = choice.get("token_ids") or []
-            self.ids += ids
-            self.arrivals += [clock()] * len(ids)
-            self.came.set()
 
 
 async def _note_sent(_: object, trace: Any, __: object) -> None:
@@ -325,7 +243,8 @@ class ChaosCluster:
             worker.process = await self._spawn(
                 "-m", "tests.chaos.worker", "--role", worker.role, "--name", worker.name,
                 "--coordinator", worker.control.address, "--advertise", worker.data.address,
-                "--fingerprint", self.fingerprint, *worker.flags, *flags, stdin=PIPE, stdout=PIPE, stderr=log,
+                "--fingerprint", self.fingerprint, "--tokenizer", str(self.model / "tokenizer.json"),
+                *worker.flags, *flags, stdin=PIPE, stdout=PIPE, stderr=log,
             )  # fmt: skip
         worker.reading = asyncio.ensure_future(self._read(worker, worker.process))
 
@@ -423,6 +342,9 @@ class ChaosCluster:
     def check_nothing_left(self) -> None:
         left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
         assert not left, f"processes left: {left}"
+        screening = [words for words in map(words_of, Path("/proc").glob("[0-9]*")) if _SCREENING in words]
+        orphans = [words for words in screening if self._pids & {int(word) for word in words if word.isdecimal()}]
+        assert not orphans, f"processes of a coordinator left: {orphans}"
         sockets = Path("/proc/net/unix").read_text()
         endpoints = [each for each in self._incarnations if f"@tandem-kv-{each}" in sockets]
         assert not endpoints, f"endpoints of shared pools left: {endpoints}"
@@ -628,3 +550,15 @@ class ChaosCluster:
         """Return a request with a random prompt of ``tokens`` tokens."""
         prompt = [self.rng.randrange(FIRST_FAULT) for _ in range(tokens)]
         return ChaosRequest(prompt, max_tokens, self.rng.getrandbits(63), **options)
+
+    def any_ask(self, tokens: int, max_tokens: int) -> ChaosRequest:
+        """As :meth:`ask`, with a constraint, restrictions or log-probabilities of the prompt for some requests."""
+        kind = self.rng.randrange(10)
+        options: dict[str, Any] = {}
+        if kind < 2:
+            options["constraint"] = self.rng.choice(SHORT)
+        elif kind == 2:
+            options["restricted"] = True
+        elif kind == 3:
+            options["scores"] = True
+        return self.ask(tokens, max_tokens, **options)

@@ -15,8 +15,9 @@ import msgspec
 from common.core.timeouts import FailureTimes
 from common.net.wire import DIGEST_BYTES
 from coordinator.routing.router import FAILED_PAIRS
-from tests.chaos.cluster import ChaosWorker, clock, state_of
+from tests.chaos.cluster import ChaosWorker, state_of
 from tests.chaos.proxy import Action, Direction, FaultProxy, Parts, Rule, is_a, is_frame
+from tests.chaos.request import clock
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene, bring
 from tests.chaos.worker import KILLS_LATE
 

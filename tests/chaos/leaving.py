@@ -9,8 +9,9 @@ from typing import Any
 
 from common.core.errors import WireError
 from kvtransfer.frames import FrameHeader
-from tests.chaos.cluster import ChaosCluster, ChaosRequest, ChaosWorker
+from tests.chaos.cluster import ChaosCluster, ChaosWorker
 from tests.chaos.proxy import Parts, is_frame
+from tests.chaos.request import ChaosRequest
 
 QUEUED, COMPUTED, SHIPPED, STREAMED = "while queued", "while computed", "while shipped", "while streamed"
 LONGEST_S = 60.0

@@ -17,9 +17,10 @@ from pathlib import Path
 import aiohttp
 
 from tests.chaos.cells import HELD_S
-from tests.chaos.cluster import FREE_WITHIN_S, ChaosCluster, ChaosRequest, ChaosWorker, clock, state_of
+from tests.chaos.cluster import FREE_WITHIN_S, ChaosCluster, ChaosWorker, state_of
 from tests.chaos.host import undisturbed
 from tests.chaos.proxy import Action, Rule, is_frame
+from tests.chaos.request import ChaosRequest, clock
 
 KILLED_S, STOPPED_S, DRAINED_S = 2.0, 3.5, 1.0
 Proof = Callable[[], Awaitable[bool]]
@@ -121,7 +122,7 @@ async def scenario(
     allowed_gap_s: float,
 ) -> LoadFigures:
     """Run a load of ``requests`` random requests with one fault in the middle; afterwards the cluster needs repair."""
-    asks = [cluster.ask(cluster.rng.randrange(40, 120), cluster.rng.randrange(16, 40)) for _ in range(requests)]
+    asks = [cluster.any_ask(cluster.rng.randrange(40, 120), cluster.rng.randrange(16, 40)) for _ in range(requests)]
     return await answered(cluster, asks, LoadFigures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
 
 

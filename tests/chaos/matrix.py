@@ -16,8 +16,9 @@ import aiohttp
 
 from tests.chaos import held
 from tests.chaos.cells import HELD_S, Cell, Kind
-from tests.chaos.cluster import ChaosCluster, Stuck, clock
+from tests.chaos.cluster import ChaosCluster, Stuck
 from tests.chaos.host import TAKEN, undisturbed
+from tests.chaos.request import clock
 from tests.chaos.scenes import CHUNK, Phase, Scene, arrange
 
 FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))

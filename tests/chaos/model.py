@@ -21,9 +21,10 @@ from statistics import median
 from typing import Any
 
 from common.core.request import SamplingParams
-from tests.chaos.cluster import FREE_WITHIN_S, ROOT, ChaosCluster, ChaosRequest, ChaosWorker, clock
+from tests.chaos.cluster import FREE_WITHIN_S, ROOT, ChaosCluster, ChaosWorker
 from tests.chaos.host import undisturbed
 from tests.chaos.load import Break, LoadFigures, answered, only_late, reset_links, signalled, swallow_link
+from tests.chaos.request import ChaosRequest, clock
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
 BUILTIN = ROOT / "common" / "builtin" / "model"

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.chaos.cluster import ChaosCluster, ChaosRequest, clock
+from tests.chaos.cluster import ChaosCluster
 from tests.chaos.faults import REFUSED_S
 from tests.chaos.load import LoadFigures, crowd
+from tests.chaos.request import ChaosRequest, clock
 
 DEADLINE_S = 3.0
 SECONDS = 20.0

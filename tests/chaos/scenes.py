@@ -19,8 +19,10 @@ from typing import Literal
 
 import aiohttp
 
-from tests.chaos.cluster import ChaosCluster, ChaosRequest, ChaosWorker, Stuck
+from tests.chaos.cluster import ChaosCluster, ChaosWorker, Stuck
 from tests.chaos.proxy import is_frame
+from tests.chaos.request import ChaosRequest
+from tests.fakes.constraints import LONGEST_TOKEN, sentence
 
 Phase = Literal["Q", "P", "X", "D", "S"]
 Arranged = Phase | Literal["idle"]
@@ -78,8 +80,10 @@ class Scene:
 async def arrange(
     cluster: ChaosCluster, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT, *, stream: bool = True
 ) -> Scene:
-    """Bring a request for ``output`` tokens into ``phase``. Raises Stuck if it does not get there."""
-    ask = cluster.ask(PROMPT, output, stream=stream and phase != "D")
+    """Bring a request for ``output`` tokens into ``phase``; in S, it is in the middle of a JSON string. Raises Stuck if
+    it does not get there."""
+    constraint = sentence(LONGEST_TOKEN * output) if phase == "S" else None
+    ask = cluster.ask(PROMPT, output, stream=stream and phase != "D", constraint=constraint)
     scene = Scene(cluster, session, ask, cluster.by_role("prefill")[0], cluster.by_role("decode")[0])
     for worker in cluster.by_role("decode"):
         worker.command(step_s=STEP_S)

@@ -17,10 +17,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.cluster import ChaosCluster, ChaosRequest, Stuck, clock, state_of
+from tests.chaos.cluster import ChaosCluster, Stuck, state_of
 from tests.chaos.leaving import COMPUTED, QUEUED, SHIPPED, STREAMED, Leaving
 from tests.chaos.load import LOAD_FLAGS, LoadFigures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
+from tests.chaos.request import ChaosRequest, clock
 from tests.chaos.scenes import CHUNK, TOKEN_S, Phase, arrange
 from tests.chaos.scenes import STEP_S as SCENE_STEP_S
 
@@ -198,7 +199,7 @@ def _look(total: LoadFigures, every_s: float) -> None:
 async def _leg(
     cluster: ChaosCluster, leaving: Leaving, total: LoadFigures, count: int, at_once: int, every_s: float
 ) -> None:
-    asks = [cluster.ask(cluster.rng.randrange(20, 160), cluster.rng.randrange(8, 48)) for _ in range(count)]
+    asks = [cluster.any_ask(cluster.rng.randrange(20, 160), cluster.rng.randrange(8, 48)) for _ in range(count)]
     moments = leaving.moments()
     leave = {ask.seed: cluster.rng.choice(moments) for ask in asks if cluster.rng.random() < ABORTED}
     for worker in cluster.workers.values():

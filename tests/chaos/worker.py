@@ -34,6 +34,7 @@ import msgspec
 from common.core.ids import Holder, TransferId, WorkerName, new_incarnation
 from common.core.request import Request
 from common.core.sequence import Batch, Segment, Sequence, StepResult
+from common.grammar.masks import Grammars
 from common.kv.cache import KvCache
 from common.net.hosts import host_id
 from common.net.keys import load
@@ -42,7 +43,9 @@ from common.net.sockets import Channels
 from common.worker.loop import Worker, WorkerSettings
 from decode.role import DecodeWorker
 from prefill.role import PrefillWorker
-from tests.fakes.oracle import OracleEngine
+from tests.fakes.checkpoint import EOS
+from tests.fakes.constrained import ConstrainedOracle
+from tests.fakes.oracle import VOCABULARY
 
 FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS, KILLS_LATE, RAISES = 990, 991, 992, 993, 994, 995
 """Tokens in a prompt that make its request fail the first time or always, run out of memory the first time, kill the
@@ -58,12 +61,13 @@ def report_event(event: str, **fields: Any) -> None:
     os.write(sys.stdout.fileno(), line.encode())
 
 
-class ChaosEngine(OracleEngine):
+class ChaosEngine(ConstrainedOracle):
     """The oracle engine with failures: a request can fail alone or with the whole process. With ``lie_at``, the next
     token of any request at that output position is wrong, once."""
 
-    def __init__(self, *args: Any, **knobs: Any) -> None:
-        super().__init__(*args, **knobs)
+    def __init__(self, blocks: int, tokenizer: Path, **knobs: Any) -> None:
+        grammars = Grammars(tokenizer, VOCABULARY, (EOS,))
+        super().__init__(blocks, grammars=grammars, vocab_size=VOCABULARY, **knobs)
         self.watched = False
         self.keeps = False
         """Whether the worker ignores aborts (a planted bug)."""
@@ -91,7 +95,10 @@ class ChaosEngine(OracleEngine):
         logprobs: list[list[Any]] = [[] for _ in batch.segments]
         for index, ids, entries in zip(good, done.tokens, done.logprobs, strict=True):
             tokens[index], logprobs[index] = self._reported(batch.segments[index].sequence, ids), entries
-        return StepResult(tokens, logprobs, done.seconds, errors)
+        refusals = {good[index]: why for index, why in done.refusals.items()}
+        late = {good[index] for index in done.late}
+        prompts = {good[index]: span for index, span in done.prompts.items()}
+        return StepResult(tokens, logprobs, done.seconds, errors, refusals, late, prompts)
 
     def _reported(self, sequence: Sequence, ids: list[int]) -> list[int]:
         if not ids or sequence.output_length != self.lie_at:
@@ -208,6 +215,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--fingerprint", required=True)
+    parser.add_argument("--tokenizer", type=Path, default=Path(), help="tokenizer.json, for grammars")
     parser.add_argument("--advertise", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--cluster-key-file", type=Path)
@@ -220,7 +228,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--watched", action="store_true")
     options = parser.parse_args()
-    engine = ChaosEngine(options.blocks, max_model_len=options.max_model_len, step_s=options.step_s)
+    engine = ChaosEngine(options.blocks, options.tokenizer, max_model_len=options.max_model_len, step_s=options.step_s)
     engine.fingerprint, engine.watched = options.fingerprint, options.watched
     settings = WorkerSettings(
         coordinator=f"tcp://{options.coordinator}",

@@ -27,7 +27,8 @@ import aiohttp
 import pytest
 
 from tests import leaked_keys
-from tests.chaos.cluster import ChaosRequest, oracle_checkpoint
+from tests.chaos.cluster import oracle_checkpoint
+from tests.chaos.request import ChaosRequest
 from tests.chaos.worker import FIRST_FAULT
 from tests.e2e.relay import enter as enter_namespace
 from tests.fakes.oracle import oracle_layout

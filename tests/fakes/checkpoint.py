@@ -5,6 +5,7 @@ Its tokenizer is byte-level BPE with all 256 bytes and a few merges, so every te
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ _CORPUS = [
 def fake_checkpoint(directory: Path, **generation: Any) -> Path:
     """Write the checkpoint into ``directory``; ``generation`` adds settings to generation_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    _tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     settings = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": TEMPLATE}
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -50,7 +51,9 @@ def fake_checkpoint(directory: Path, **generation: Any) -> Path:
     return directory
 
 
-def _tokenizer() -> Tokenizer:
+@functools.cache
+def tokenizer_json() -> str:
+    """Return the text of the checkpoint's tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,4 +65,4 @@ def _tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    return tokenizer
+    return tokenizer.to_str(pretty=True)

@@ -35,6 +35,8 @@ _WIDTHS = [layer.kv_heads * width for layer in LAYERS for width in (layer.k_dim,
 """Elements per position of each layer's keys and of its values, in that order."""
 _ELEMENTS = sum(_WIDTHS)
 VOCABULARY = 1000
+Pick = Callable[[list[int], int], list[int]]
+"""Returns the tokens that follow an output, given the one that the KV chooses; none if the output has ended."""
 _NOISE, _SCALE = (int.from_bytes(bits.to_bytes(2, "little") * _ELEMENTS, "little") for bits in (0x87FF, 0x3800))
 """Bit masks over all bfloat16 numbers of a position: random bits (sign, low exponent bits, mantissa), and fixed bits.
 The magnitude of each number therefore lies between 2^-15 and 2, and it is exact in float16 too."""
@@ -75,18 +77,22 @@ def _choose(everything: bytes | Bytes, seed: int, choice: int, position: int) ->
     return mixed % VOCABULARY
 
 
-def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list[int]:
-    """Return the first ``count`` output tokens that a request must get."""
+def oracle_stream(prompt: list[int], seed: int, choice: int, count: int, pick: Pick | None = None) -> list[int]:
+    """Return the first ``count`` output tokens that a request must get; fewer if ``pick`` ends the output."""
     rolled = list(itertools.accumulate(prompt, _roll, initial=0))[1:]
     columns = [bytearray().join(rows) for rows in zip(*(_columns(each, "float32") for each in rolled), strict=True)]
     output: list[int] = []
     while len(output) < count:
-        if output:
-            rolled.append(_roll(rolled[-1], output[-1]))
+        for token in output[len(rolled) - len(prompt) :]:
+            rolled.append(_roll(rolled[-1], token))
             for column, row in zip(columns, _columns(rolled[-1], "float32"), strict=True):
                 column += row
-        output.append(_choose(b"".join(columns), seed, choice, len(output)))
-    return output
+        token = _choose(b"".join(columns), seed, choice, len(output))
+        more = [token] if pick is None else pick(output, token)
+        if not more:
+            break
+        output += more
+    return output[:count]
 
 
 def oracle_prompt(prompt: list[int], start: int, end: int, tops: int) -> PromptSpan:

@@ -37,10 +37,11 @@ def record(keys: Iterable[str] | None = None) -> Iterator[tuple[str, Lines]]:
 
 
 def _search(name: str, first: int) -> Lines:
-    """Return the seed ``first`` if it still catches the bug, otherwise another one, preferably of the same kind."""
+    """Return the seed ``first`` if it still catches the bug and is below MOST_SEEDS, otherwise another one, preferably
+    of the same kind."""
     kinds = adapter.kinds()
     others = sorted(range(MOST_SEEDS), key=lambda seed: (seed % kinds != first % kinds, seed))
-    for seed in (first, *others):
+    for seed in (*filter(MOST_SEEDS.__gt__, [first]), *others):
         if adapter.catches(name, seed):
             return [f"seed {seed}"]
     raise AssertionError(f"{name}: {MOST_SEEDS} histories notice nothing")

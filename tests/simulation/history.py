@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from common.core.request import SamplingParams
+from tests.simulation.grammars import constrained, restricted
 from tests.simulation.liveness import COORDINATOR, DYING_S, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
 from tests.simulation.network import LineProperties
 from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedSystem, SimulatedWorker
@@ -66,7 +67,8 @@ class History:
             for what in patience.overdue(client.record, system.strikes):
                 system.complain(f"request {client.number} {what}")
             how, _, code = client.ends[0].partition(": ")
-            if how == "failed" and (why := unjustified(client.record, code, [*system.strikes, *noise])):
+            failed = how == "failed" and not client.was_refused
+            if failed and (why := unjustified(client.record, code, [*system.strikes, *noise])):
                 system.complain(f"request {client.number} fails with {code}: {why}")
             for role in ("prefill", "decode"):
                 holders = [name for name in self.names if name.startswith(role)]
@@ -144,6 +146,8 @@ class History:
             sampling = SamplingParams(
                 0 if seed % 12 == 0 else most, seed, logprobs=logprobs, prompt_logprobs=seed % 3 if scores else None
             )
+            if system.constrains:
+                sampling = restricted(constrained(sampling))
             stops = {c: rng.randint(1, most) for c in range(n) if rng.random() < 0.15}
             priority = rng.choice((-1, 0, 0, 1)) if system.ranked else 0
             client = SimulatedClient(system, number, prompt, sampling, n, stops, priority)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -43,22 +43,11 @@ from decode.reservations import Reservations
 from decode.role import DecodeWorker
 from kvtransfer.links import base, pull
 from kvtransfer.session import ReceiverSession, SenderSession, TransferState
+from tests.simulation.grammar_mutations import GRAMMAR_MUTATIONS
+from tests.simulation.mutation import NO_FIRST_TOKEN, NO_NEXT_TOKEN, WRONG_TOKENS, Mutation
 
-
-class Mutation(NamedTuple):
-    """Replaces ``target.name`` by ``bug``; the complaint must contain one of ``symptoms``."""
-
-    what: str
-    target: Any
-    name: str
-    bug: Any
-    symptoms: tuple[str, ...]
-
-
-WRONG_TOKENS = "is not the beginning of"
 FALSE_ALARM = "is taken for dead though nothing was wrong"
 CARRIES_NOTHING = "keeps a connection that carries nothing"
-NO_FIRST_TOKEN, NO_NEXT_TOKEN = "s for the first token", "s for the next token"
 
 
 def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None:
@@ -363,6 +352,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "no sender timers": (
         Mutation("nothing is repeated or given up", SenderSession, "tick", _no, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),
     ),
+    **GRAMMAR_MUTATIONS,
 }  # fmt: skip
 
 

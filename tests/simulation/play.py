@@ -17,6 +17,7 @@ from common.core import ids
 from coordinator.cluster import peers
 from kvtransfer.links import shm
 from tests.simulation import network
+from tests.simulation.grammars import ONE_IN
 from tests.simulation.history import History
 from tests.simulation.situations import (
     Careless,
@@ -102,11 +103,13 @@ def run(seed: int) -> HistoryOutcome:
     """Play the history of ``seed``. Raises AssertionError or InvariantBroken if an invariant does not hold."""
     number, which = divmod(seed, len(KINDS))
     kind, rng = KINDS[which], Random(number * STRIDE + which)
+    chance_of_masks = Random(f"masks {seed}")
     with _chance(rng):
-        system = SimulatedSystem(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
+        one_fault = isinstance(kind, type) and issubclass(kind, OneFault)
+        system = SimulatedSystem(rng, chance_of_masks, one_fault=one_fault, constrains=seed % ONE_IN == 0)
         endpoints = mock.patch.multiple(shm, PoolEndpoint=system.pools.endpoint, PoolConnection=system.pools.connect)
         try:
-            with _alarmed(system), endpoints:
+            with _alarmed(system), endpoints, system.mask_times.apply():
                 kind(system, rng).play()
         finally:
             network.forget()

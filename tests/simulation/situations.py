@@ -18,7 +18,9 @@ from common.net.messages import Role
 from coordinator.requests.state import MAX_CRASHES, State
 from coordinator.requests.wait_limits import WORKERLESS_WAIT_S
 from coordinator.routing.router import FAILED_PAIRS, Demand
+from tests.fakes.constraints import LONG
 from tests.fakes.oracle import oracle_stream
+from tests.simulation.grammars import constrained
 from tests.simulation.history import History
 from tests.simulation.liveness import (
     CALM_STEPS,
@@ -50,6 +52,8 @@ class OneFault(History):
     roles = ("prefill", "prefill", "decode", "decode")
     requests, rate, tokens = 7, 20.0, 24
     pace = 2.0
+    constrains = True
+    """Whether some outputs may be constrained. They are as long as the others, but take fewer steps."""
 
     def _build(self) -> None:
         self.system.coordinator.router.local_prefill, self.system.pace = "never", self.pace
@@ -72,6 +76,8 @@ class OneFault(History):
             at += rng.expovariate(self.rate)
             prompt = rng.choices(range(1000), k=rng.randint(20, 90))
             sampling = SamplingParams(self.tokens, rng.randrange(1 << 32))
+            if self.constrains and self.system.constrains:
+                sampling = constrained(sampling, LONG)
             client = self._client(number, prompt, sampling)
             self.system.clients.append(client)
             self._plan(at, self._send, client, "")
@@ -140,6 +146,7 @@ class Muted(OneFault):
     """The tokens of a decode worker are lost; its heartbeats, which list the streams, arrive."""
 
     roles = ("prefill", "decode", "decode")
+    constrains = False
     requests, tokens, pace = 4, 125, 8.0  # long: once a stream ends, heartbeats omit it, which reveals the loss too
 
     def _faults(self) -> None:
@@ -430,6 +437,7 @@ class Unheard(Careless):
     worker; the client may have ended the others already. There are enough slots, so no choice has to wait for one."""
 
     tags = "tokens", "last tokens"
+    constrains = False
     requests, tokens, pace = 3, 125, 8.0
 
     def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
@@ -456,6 +464,7 @@ class Unaborted(OneFault):
     """Clients leave during long answers, and the aborts are lost: the worker must drop their requests because its lease
     does not list them, within half a second and a step."""
 
+    constrains = False
     requests, tokens, pace = 4, 100, 20.0
 
     def _faults(self) -> None:
@@ -526,6 +535,7 @@ class Resized(OneFault):
     A request that fits on some worker must be completed, up to the last token if its client has set a limit. One that
     fits on no worker any more must be answered in bounded time."""
 
+    constrains = False
     requests, rate = 7, 5.0
     blocks, prompts = 12, 60
     """Blocks of every worker at first, and the longest prompt in tokens, which a restarted decode worker can hold at

@@ -36,8 +36,10 @@ from coordinator.routing.router import HORIZON_TOKENS, Demand, NoPrefillPolicy, 
 from decode.role import DecodeWorker
 from kvtransfer.links.memory import Pools
 from prefill.role import PrefillWorker
-from tests.fakes.oracle import LAYERS, OracleEngine, oracle_prompt, oracle_stream
+from tests.fakes.constrained import ConstrainedOracle
+from tests.fakes.oracle import LAYERS, VOCABULARY, OracleEngine, oracle_prompt
 from tests.simulation.clock import Event, Loop, SimulatedProcess, VirtualClock
+from tests.simulation.grammars import MaskTimes, SimulatedGrammars, constraint_of, expected
 from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, RequestTimeline, Strike
 from tests.simulation.network import Parts, SimulatedChannels, SimulatedConnection, SimulatedNetwork
 from tests.simulation.rules import CheckedDispatcher
@@ -85,11 +87,15 @@ class WorkerShape(NamedTuple):
         return min(self.length, each + shared * self.block_size) - demand.tokens
 
 
-class SimulatedEngine(OracleEngine):
+class SimulatedEngine(ConstrainedOracle):
     """The oracle engine with steps that take virtual time, an equal part of it for each layer."""
 
-    def __init__(self, process: SimulatedProcess, blocks: int, block_size: int, length: int) -> None:
-        super().__init__(blocks, block_size, max_model_len=length)
+    _logprobs = staticmethod(OracleEngine._logprobs)
+
+    def __init__(
+        self, process: SimulatedProcess, grammars: SimulatedGrammars, blocks: int, block_size: int, length: int
+    ) -> None:
+        super().__init__(blocks, block_size, grammars=grammars, vocab_size=VOCABULARY, max_model_len=length)
         self.process = process
         self.slowness = 1.0
         self.stuck_s = 0.0
@@ -151,7 +157,8 @@ class SimulatedWorker:
     def __init__(self, system: SimulatedSystem, name: str, shape: WorkerShape) -> None:
         self.system, self.name, self.role = system, name, shape.role
         self.process = SimulatedProcess(system.clock, name)
-        self.engine = SimulatedEngine(self.process, shape.blocks, shape.block_size, shape.length)
+        grammars = SimulatedGrammars(system.mask_times, self.process)
+        self.engine = SimulatedEngine(self.process, grammars, shape.blocks, shape.block_size, shape.length)
         self.engine.slowness = system.pace
         self._next: Event | None = None
         self._busy_until = 0.0
@@ -168,6 +175,7 @@ class SimulatedWorker:
         if isinstance(self.worker, PrefillWorker):
             system.pools.of(incarnation).answers = lambda: not self.process.stopped
         self.engine.pool = self.worker.cache.pool
+        grammars.on_mask = self.wake
         self.engine.begins = self._begins
         self.wake()
 
@@ -359,10 +367,13 @@ class SimulatedClient:
     def __post_init__(self) -> None:
         self.output = [[] for _ in range(self.n)]
         self.gaps, self._choice_at = [0.0] * self.n, [math.inf] * self.n
-        self.streams = [
-            _ended(oracle_stream(self.prompt, self.sampling.seed, choice, self.sampling.max_tokens), self.sampling)
-            for choice in range(self.n)
-        ]
+        found = [expected(self.prompt, self.sampling, choice) for choice in range(self.n)]
+        self.streams, self.refused = [each.tokens for each in found], [each.refused for each in found]
+        if (constraint := constraint_of(self.sampling)) is not None:
+            for stream in self.streams:
+                ended = stream[-1:] in [[token] for token in self.sampling.ending_token_ids]
+                if wrong := constraint.object_to(stream, self.sampling.grammar, ended=ended):
+                    self.system.complain(f"request {self.number}: the expected output {wrong}")
 
     @property
     def id(self) -> RequestId:
@@ -422,6 +433,8 @@ class SimulatedClient:
         output += ids
         if output != stream[: len(output)]:
             complain(f"request {self.number} choice {choice}: {output} is not the beginning of {stream}")
+        if finish is FinishReason.STOP and (output != stream or output[-1] not in self.sampling.ending_token_ids):
+            complain(f"request {self.number} choice {choice}: {output} stops before the end of {stream}")
         if self.sampling.logprobs is not None and len(logprobs) != len(ids):
             complain(f"request {self.number}: {len(logprobs)} log-probabilities of {len(ids)} tokens")
         now = self.system.clock.now
@@ -461,12 +474,23 @@ class SimulatedClient:
         self._end("done")
         self._check_scored()
         for choice, output in enumerate(self.output):
-            wanted = min(len(self.streams[choice]), self.stop_after.get(choice, 1 << 30))
-            if len(output) < wanted and not self.open_ended:
+            wanted, stop = len(self.streams[choice]), self.stop_after.get(choice, 1 << 30)
+            if len(output) < min(wanted, stop) and not self.open_ended:
                 self.system.complain(f"request {self.number}/{choice} is done after {len(output)} of {wanted} tokens")
+            if self.refused[choice] and stop > wanted:
+                self.system.complain(f"request {self.number}/{choice} is done, though no token was left for it")
 
     def failed(self, request_record: RequestRecord, error: RequestError) -> None:
         self._end(f"failed: {error.code}")
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the request failed because a choice had no token left after all of its output, some of which may be
+        lost on a lossy line."""
+        ends = zip(self.refused, self.streams, self.output, strict=True)
+        return self.ends[:1] == ["failed: grammar_failed"] and any(
+            refused and (output == stream or self.system.lossy) for refused, stream, output in ends
+        )
 
     def _end(self, how: str) -> None:
         self.ends.append(how)
@@ -504,11 +528,14 @@ class SimulatedCoordinator:
 class SimulatedSystem:
     """A coordinator, workers by name, and clients. ``problems`` lists what the checks have found.
 
-    With ``one_fault``, requests can always move to another worker, so a fault excuses only its beginning.
+    With ``constrains``, some outputs are constrained. With ``one_fault``, requests can always move to another worker,
+    so a fault excuses only its beginning.
     """
 
-    def __init__(self, rng: Random, *, one_fault: bool = False) -> None:
-        self.rng, self.one_fault = rng, one_fault
+    def __init__(
+        self, rng: Random, chance_of_masks: Random, *, one_fault: bool = False, constrains: bool = False
+    ) -> None:
+        self.rng, self.one_fault, self.constrains = rng, one_fault, constrains
         self.horizon = HORIZON_TOKENS if one_fault else rng.choice((HORIZON_TOKENS, 2))
         """The router's horizon in tokens; with a short one it promises too much, and sequences are parked."""
         self.no_prefill: NoPrefillPolicy = "local" if one_fault else rng.choice(("local", "local", "wait", "reject"))
@@ -517,6 +544,7 @@ class SimulatedSystem:
         self.ranked = not one_fault and rng.random() < 0.3
         """Whether requests differ in priority."""
         self.clock = VirtualClock()
+        self.mask_times = MaskTimes(chance_of_masks, self.clock)
         self.network = SimulatedNetwork(self.clock, rng)
         self.network.dropped = self._dropped
         self.pools = Pools()
@@ -694,12 +722,6 @@ class SimulatedSystem:
         for who, on in dispatcher._assignments._on.items():
             left[f"index of {who}"] = on
         return {what: value for what, value in left.items() if value}
-
-
-def _ended(stream: list[int], sampling: SamplingParams) -> list[int]:
-    """Return ``stream`` up to and including the first token that ends it."""
-    ends = (at + 1 for at, token in enumerate(stream) if token in sampling.ending_token_ids)
-    return stream[: next(ends, None)]
 
 
 def _hello(name: str, incarnation: Incarnation, role: Role, engine: OracleEngine) -> Hello:

@@ -251,7 +251,7 @@ def test_a_grammar_that_cannot_be_obeyed_fails_its_own_request(bench: Bench) -> 
 @pytest.mark.parametrize("role", ["colocated", "prefill"])
 def test_a_request_without_output_is_not_failed_by_what_its_output_would_be(bench: Bench, role: str) -> None:
     worker = bench.add(role, ConstrainedOracle(64))
-    impossible = make(1, max_tokens=0, allowed_token_ids=(5,), bad_words=((5,),))
+    impossible = make(1, max_tokens=0, allowed_token_ids=pack_tokens([5]), bad_words=((5,),))
     broken = make(2, max_tokens=0, grammar="start: /(/")
     for request in (impossible, broken):
         bench.send(f"{role}-0", Generate(request, 1))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from tests.chaos.cluster import ChaosRequest
 from tests.chaos.load import LoadFigures
 from tests.chaos.overload import judge_gaps
+from tests.chaos.request import ChaosRequest
 from tests.fakes.oracle import oracle_stream
 
 
