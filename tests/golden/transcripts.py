@@ -209,8 +209,9 @@ def labels_of(server: str) -> str:
 
 
 async def _asked(call: Call, lines: Lines, served: adapter.ServedSystem) -> Lines:
-    """Return, as lines, the requests that workers received."""
+    """Return, as lines, the requests that workers received, of completions and chats."""
     if call.method != "POST" or not call.path.endswith("/completions"):
+        await served.asked(0)  # else the next call would show them
         return []
     count, seeded = 0, False
     if lines and lines[0].startswith("HTTP/1.1 200"):
