@@ -226,6 +226,24 @@ def handoff_cost(folder: Path) -> list[str]:
     return markdown(("part", "CPU µs per request", "share"), rows)
 
 
+def grammar(folder: Path) -> list[str]:
+    """Return the CPU time of token masks by grammar."""
+    kept = results.load(folder / "micro.json#grammar")["tokens"]
+    rows = [(name, f"{1e6 * each['token_s']:.1f}", f"{1e6 * each['mask_p99_s']:.0f}") for name, each in kept.items()]
+    return markdown(("grammar", "CPU µs per token", "P99, µs"), rows)
+
+
+def hostile(folder: Path) -> list[str]:
+    """Return how much longer the steps of plain streams are beside hostile grammars, by run and grammar."""
+    rows = []
+    for run in ("grammar", "grammar-86m", "grammar-86m-one"):
+        kept = results.load(folder / f"micro.json#{run}")
+        for name, each in kept["beside"].items():
+            shown = (f"{each[f'beside_{key}_s'] / each[f'plain_{key}_s'] - 1:+.1%}" for key in ("mean", "p50", "p99"))
+            rows.append((run, str(kept["hostile"]), name, *shown))
+    return markdown(("run", "hostile sequences", "grammar", "mean ITL", "P50", "P99"), rows)
+
+
 def quality(folder: Path) -> list[str]:
     """Return perplexity and agreement with float32 of each number format."""
     kept = results.load(folder / "quality.json#quality")
@@ -267,6 +285,8 @@ TABLES: dict[str, Table] = {
     "lent-core": lent_core,
     "control-latency": control_latency,
     "handoff-cost": handoff_cost,
+    "grammar": grammar,
+    "hostile": hostile,
     "quality": quality,
     "crosscheck": crosscheck,
 }

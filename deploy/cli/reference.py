@@ -219,7 +219,11 @@ RESPONSE_HEADERS = (
         "`unparsed`: how the model writes tool calls is not known, so they stay in the content. `unconstrained`: calls "
         "are read, but may break the tool's schema.",
     ),
-    ("`x-tandem-ignored`", "Fields of the body that the server does not know."),
+    (
+        "`x-tandem-ignored`",
+        "Fields of the body that the server does not know or that have no effect, and keywords of tools' schemas "
+        "that are left out.",
+    ),
     ("`Retry-After`", "Seconds until a place is expected, with 429 and 503."),
 )  # fmt: skip
 
