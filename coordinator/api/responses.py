@@ -32,7 +32,6 @@ UNSUPPORTED = {
     "previous_response_id": f"'previous_response_id' is not supported, because {_NOTHING_STORED}",
     "conversation": f"'conversation' is not supported, because {_NOTHING_STORED}",
     "background": "'background' is not supported, because this server stores no responses: wait for the answer.",
-    "prompt": "Stored prompts are not supported: send 'instructions' and 'input'.",
 }
 """Fields that are refused, with the text that says why."""
 LOGPROBS = "message.output_text.logprobs"

@@ -83,7 +83,9 @@ SCOPES: dict[str, Scope] = {
     # prompts
     "messages": Scope(("chat", "messages"), {"text": "'prompt'", "responses": "'input'"}),
     "input": Scope(("responses",), {"chat": "'messages'", "text": "'prompt'", "messages": "'messages'"}),
-    "prompt": Scope(("text",), {"chat": "'messages'", "responses": "'input'", "messages": "'messages'"}),
+    "prompt": Scope(
+        ("text",), {"chat": "'messages'", "responses": "'instructions' and 'input'", "messages": "'messages'"}
+    ),
     "instructions": Scope(("responses",), {"chat": "a message of the role system", "messages": "'system'"}),
     "system": Scope(("messages",), {"chat": "a message of the role system", "responses": "'instructions'"}),
     "documents": Scope(("chat",)),
