@@ -5,7 +5,7 @@ for a malformed request that is accepted. Not checked is whether every request t
 About nine of ten are; the description cannot express for the others that prompt and output fit the context together,
 that token ids are in the vocabulary, what a chat template refuses, and how fields depend on each other
 (``stream_options`` on ``stream``, ``top_logprobs`` on ``logprobs``, ``min_tokens`` on ``max_tokens``, a choice of tools
-on ``tools``). POST /admin/scale is left out, because it would start as many workers as it is told to.
+on ``tools``). POST /admin/scale is left out, because a random request could start any number of workers.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _introduction(
 
 def counting(form: ToolFormat, names_token: Callable[[str], bool]) -> tuple[Introduction, ...]:
     """Return the introductions that count outside of a section of calls. ``names_token``: whether a text is, or
-    contains, a token that is told apart from text which spells it.
+    contains, a token of the tokenizer and not ordinary text with the same spelling.
 
     If the family's first marker is one, introductions that are only text do not count, since a model may repeat them
     from a client's text, except where the family's models are known to leave the first marker out."""

@@ -67,7 +67,7 @@ def prompt_logprobs(prompt: list[int]) -> list[dict[str, Any] | None]:
 
 @dataclass
 class ChaosRequest:
-    """One request to POST /v1/completions and its answer. Times are monotonic seconds.
+    """A request to POST /v1/completions and its answer. Times are monotonic seconds.
 
     ``constraint`` is what the output must match; ``restricted`` means few allowed ids and some bad words, ``scores``
     log-probabilities of the prompt. ``sent`` is set when the body has been sent, ``came`` with each token; ``left`` is

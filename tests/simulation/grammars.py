@@ -30,7 +30,7 @@ from tests.fakes.oracle import VOCABULARY, oracle_stream
 from tests.simulation.clock import SimulatedProcess, VirtualClock
 
 ONE_IN = 4
-"""One history in so many has constrained outputs; most of their requests are plain all the same."""
+"""Number of histories of which one has constrained outputs. Most requests of that one are plain."""
 SLOW_S, SLOW = 0.0007, 1 / 32
 """CPU seconds from one look at the time to the next in a slow job, and the share of slow ones: their masks make their
 sequences suspects, but are no strikes."""
