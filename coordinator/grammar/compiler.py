@@ -28,7 +28,9 @@ from coordinator.requests.errors import internal, overloaded
 log = logging.getLogger("tandem.grammar")
 
 SECONDS = 2.0
-"""Time that one grammar may take."""
+"""Processor time that one grammar may take."""
+WAIT_S = 5.0
+"""Time that one grammar may take on a machine on which others compute, too; then the request is refused with 429."""
 MEMORY = 256 << 20
 """Bytes that one grammar may take beyond those of the screening process."""
 SLOTS = 4
@@ -38,7 +40,7 @@ SLOT_S = 0.2
 MAX_WAITING = 64
 """Grammars that may wait for a slot; more are refused with 429."""
 GRACE_S = 8.0
-"""Seconds beyond SECONDS after which a screening process that has not answered is taken to hang."""
+"""Seconds beyond WAIT_S after which a screening process that has not answered is taken to hang."""
 CACHE_BYTES, CACHE_ENTRIES = 32 << 20, 1024
 ERROR_S = 20.0
 """Seconds for which an error is kept."""
@@ -116,7 +118,7 @@ class GrammarCompiler:
     tokens."""
 
     def __init__(self, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        self._setup = Setup(str(directory), vocab_size, end_ids, SECONDS, MEMORY)
+        self._setup = Setup(str(directory), vocab_size, end_ids, SECONDS, WAIT_S, MEMORY)
         self._cache = VerdictCache()
         self._pending: dict[bytes, _Pending] = {}
         self._waiting: deque[_Pending] = deque()
@@ -199,7 +201,7 @@ class GrammarCompiler:
             self._child.send(frame(Job(pending.number, msgspec.Raw(pending.task.data))))
             pending.timers = [
                 loop.call_later(SLOT_S, self._free_slot, pending),
-                loop.call_later(SECONDS + GRACE_S, self._child.hang, "it does not answer"),
+                loop.call_later(WAIT_S + GRACE_S, self._child.hang, "it does not answer"),
             ]
 
     def _free_slot(self, pending: _Pending) -> None:
@@ -266,7 +268,7 @@ def _refusal(verdict: Verdict, params: Mapping[int | None, str]) -> RequestError
     if verdict.code == "internal_error":
         return internal()
     if verdict.code == CROWDED_OUT:
-        return overloaded("many requests have grammars that take long to compile", SECONDS)
+        return overloaded("grammars take long to compile while others are being compiled", SECONDS)
     param = (params.get(verdict.subject) or "") + verdict.path
     param = param if len(param) <= 256 else f"{param[:253]}..."
     return RequestError(f"{param!r} {verdict.error}", param=param, code=verdict.code)

@@ -1,8 +1,9 @@
 """The process that screens grammars: it loads the model's tokenizer once and forks one process per task.
 
-All have a low priority, and a fork has 2 s and 256 MiB. At the end of its time the kernel's alarm kills it, so that no
-grammar, however hostile, needs anything else to stop it. A crash, too, ends only the fork. This process itself does
-nothing but pass messages on, and it ends when the coordinator does. It imports no torch and never fetches anything.
+All have a low priority, and a fork has 2 s of processor time, 5 s in all, and 256 MiB. At the end of its time the
+kernel's alarm kills it, so that no grammar, however hostile, needs anything else to stop it. A crash, too, ends only
+the fork. This process itself does nothing but pass messages on, and it ends when the coordinator does. It imports no
+torch and never fetches anything.
 
     python -m coordinator.grammar.screening PARENT_PID  < socket
 """
@@ -34,23 +35,32 @@ from coordinator.grammar.vocabulary import ModelVocabulary
 
 NICENESS, LAST_NICENESS = 5, 19
 SUSPECT_S = 0.2
-"""Seconds after which a fork gets the last niceness, so that hostile grammars do not take cores from workers. Those of
-ordinary clients take milliseconds."""
+"""Seconds of processor time after which a fork gets the last niceness, so that hostile grammars do not take cores from
+workers. Those of ordinary clients take milliseconds."""
 MAX_FORKS = 8
 """Forks at the same time. One more ends the oldest."""
+_LEAST_WAIT_S = 0.005
+"""Least seconds between two looks at the processor time of forks."""
 _READ = 1 << 16
 
 
 @dataclass(slots=True)
 class _Fork:
-    """A running fork. ``written``: what has arrived from it. ``suspect_at``: time when it gets the last niceness.
-    ``crowded_out``: it was ended in favour of a newer one."""
+    """A running fork. ``written``: what has arrived from it. ``suspect``: it has the last niceness. ``crowded_out``: it
+    was ended in favour of a newer one."""
 
     number: int
     pid: int
-    suspect_at: float
     written: bytearray = field(default_factory=bytearray)
+    suspect: bool = False
     crowded_out: bool = False
+
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time that it has taken."""
+        try:
+            return time.clock_gettime(~self.pid << 3 | 2)  # the clock that clock_getcpuclockid(3) names on Linux
+        except OSError:  # another system
+            return SUSPECT_S
 
 
 class Screening:
@@ -60,7 +70,7 @@ class Screening:
         self._connection = connection
         self._received = bytearray()
         setup = msgspec.msgpack.decode(self._next(), type=Setup)
-        self._seconds = setup.seconds
+        self._seconds, self._wait_s = setup.seconds, setup.wait_s
         self._tokenizer = self._load(setup)
         self._vocabulary = ModelVocabulary(self._tokenizer)
         gc.collect()
@@ -84,14 +94,18 @@ class Screening:
                     self._begin(msgspec.msgpack.decode(body, type=Job))
 
     def _yield_to_others(self) -> float | None:
-        """Give forks that take long the last niceness, and return the seconds until the next one takes long."""
-        now = time.monotonic()
+        """Give forks that take long the last niceness, and return the seconds until the next one may take long."""
+        left = []
         for fork in self._forks.values():
-            if fork.suspect_at > now:
-                return fork.suspect_at - now
+            if fork.suspect:
+                continue
+            if (more := SUSPECT_S - fork.cpu_s()) > 0:
+                left.append(more)
+                continue
+            fork.suspect = True
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, fork.pid, LAST_NICENESS)
-        return None
+        return max(min(left), _LEAST_WAIT_S) if left else None
 
     def _load(self, setup: Setup) -> LLTokenizer:
         """Load the tokenizer. If llguidance cannot read it, report that and raise ConnectionError."""
@@ -127,7 +141,7 @@ class Screening:
             os.close(reading)
             self._screen(job, writing, parent)
         os.close(writing)
-        self._forks[reading] = _Fork(job.number, child, time.monotonic() + SUSPECT_S)
+        self._forks[reading] = _Fork(job.number, child)
         self._selector.register(reading, selectors.EVENT_READ)
 
     def _screen(self, job: Job, writing: int, parent: int) -> None:
@@ -157,8 +171,12 @@ class Screening:
             Path("/proc/self/oom_score_adj").write_text("1000")
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        for alarm, timer, seconds in (
+            (signal.SIGPROF, signal.ITIMER_PROF, self._seconds),
+            (signal.SIGALRM, signal.ITIMER_REAL, self._wait_s),
+        ):
+            signal.signal(alarm, signal.SIG_DFL)
+            signal.setitimer(timer, seconds)
 
     def _read(self, descriptor: int) -> None:
         """Read from the pipe of a fork, and report its verdict if it has ended."""
@@ -175,9 +193,10 @@ class Screening:
     def _verdict(self, fork: _Fork, status: int) -> Verdict:
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.msgpack.decode(fork.written, type=Verdict)
-        if fork.crowded_out:
+        killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if fork.crowded_out or killed_by == signal.SIGALRM:
             return Verdict(error="takes long to compile.", code=CROWDED_OUT)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        if killed_by == signal.SIGPROF:
             return Verdict(error=f"takes more than {self._seconds:g} s to compile.", code=TOO_COMPLEX)
         return Verdict(error="needs too much memory to compile, or is nested too deeply.", code=TOO_COMPLEX)
 

@@ -80,13 +80,14 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
-    """The first message to the child. ``seconds`` and ``memory`` (bytes beyond those of the child itself) are the
-    limits of one task."""
+    """The first message to the child. ``seconds`` of processor time, ``wait_s`` of time and ``memory`` (bytes beyond
+    those of the child itself) are the limits of one task."""
 
     directory: str
     vocab_size: int
     end_ids: tuple[int, ...]
     seconds: float
+    wait_s: float
     memory: int
 
 
