@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,6 +18,7 @@ from common.net.sockets import Channels
 from common.platform import threads
 from tests.threads import running_threads
 
+T = TypeVar("T")
 GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
 """Number of the system call sched_getattr(2), by architecture."""
 
@@ -23,8 +27,19 @@ def slice_s(thread: int) -> float:
     """Return the time slice that sched_setattr(2) gave to a thread, or the system's default; 0 before Linux 6.12."""
     found = threads._Attributes()
     size = ctypes.sizeof(found)
-    assert not ctypes.CDLL(None).syscall(GETATTR[platform.machine()], thread, ctypes.byref(found), size, 0)
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(GETATTR[platform.machine()], thread, ctypes.byref(found), size, 0):
+        raise OSError(ctypes.get_errno(), "sched_getattr")
     return float(found.runtime) / 1e9
+
+
+def of_running(read: Callable[[int], T], started: Iterable[int]) -> set[T]:
+    """Read something of each thread. One that has been joined may be listed for a moment, and is left out."""
+    found = set()
+    for each in started:
+        with contextlib.suppress(ProcessLookupError):
+            found.add(read(each))
+    return found
 
 
 def in_thread(work: object) -> None:
@@ -41,7 +56,8 @@ needs_slices = pytest.mark.skipif(
 
 @needs_slices
 def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_on() -> None:
-    usual, found = slice_s(0), {}
+    usual = slice_s(0)
+    found: dict[str, Any] = {}
 
     def compute() -> None:
         threads.compute()
@@ -50,14 +66,14 @@ def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_o
         sockets = [channels.dealer("tcp://127.0.0.1:1", b"us"), channels.router("tcp://127.0.0.1:*", kv=True)[0]]
         started = running_threads() - before
         found["computing"], found["nice"] = slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)
-        found["messages"] = max(slice_s(each) for each in started)
+        found["messages"] = of_running(slice_s, started)
         for socket in sockets:
             socket.close()
         channels.close()
 
     in_thread(compute)
     assert found["computing"] == pytest.approx(threads.COMPUTING_SLICE_S) and usual < threads.COMPUTING_SLICE_S
-    assert found["messages"] == pytest.approx(threads.ANSWERING_SLICE_S)
+    assert [*found["messages"]] == [pytest.approx(threads.ANSWERING_SLICE_S)]
     assert found["nice"] == os.getpriority(os.PRIO_PROCESS, 0), "it gets as much time as before"
     assert slice_s(0) == usual, "a thread that did not ask is unchanged"
 
@@ -145,7 +161,7 @@ def test_control_messages_are_passed_on_at_once_where_that_is_wanted_and_kv_neve
         between = running_threads()
         socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
         started = running_threads() - (between if kv else before)
-        found.append({os.sched_getscheduler(each) for each in started})
+        found.append(of_running(os.sched_getscheduler, started))
         socket.close()
         channels.close()
 
