@@ -9,22 +9,23 @@ import pytest
 from common.core.ids import unpack_tokens
 from common.core.request import MAX_BAD_WORD_TOKENS, Request
 from common.net.messages import Generate, Prefill
-from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, until
 
 pytestmark = pytest.mark.processes
 
 
-def last_request(cluster: FakeCluster) -> Request:
-    """Return the last request that prefill got: with a single token of output it gets no Prefill."""
-    received = [*cluster.workers[0].received]
-    return next(each.request for each in reversed(received) if isinstance(each, Prefill | Generate))
+def received(cluster: FakeCluster) -> list[Request]:
+    """Return the requests that prefill has got so far: with a single token of output it gets no Prefill."""
+    return [each.request for each in [*cluster.workers[0].received] if isinstance(each, Prefill | Generate)]
 
 
 async def sent(cluster: FakeCluster, path: str, **fields: Any) -> Request:
-    """Return the request that the worker gets."""
+    """Return the request that prefill gets. The answer may come from decode before that."""
+    before = len(received(cluster))
     response, body = await cluster.post(path, {"max_tokens": 2, **fields})
     assert response.status == 200, body
-    return last_request(cluster)
+    await until(lambda: len(received(cluster)) > before, "prefill gets the request")
+    return received(cluster)[-1]
 
 
 async def test_bad_words_are_banned_with_and_without_a_space(cluster: FakeCluster) -> None:
