@@ -21,8 +21,11 @@ STRIKES = 2
 """Strikes that fail a request."""
 BUDGET_S = 0.15, 0.002
 """CPU seconds for the masks of a request on one worker, all choices together: for any, and for each output token."""
-COSTLY_S = 0.05, 0.0005
-"""CPU seconds, as in BUDGET_S, from which on a request's masks have only the time that nothing else wants."""
+COSTLY_S, COSTLY_SHARE = (0.01, 0.0001), 0.02
+"""CPU seconds, as in BUDGET_S but without compiling, from which on a request's masks have only the time that nothing
+else wants; for each token at least this share of a step."""
+LONGEST_STEP_S = 0.1
+"""Most seconds that a step counts with: those with prompts take longer."""
 GIVE_UP_S = 5.0
 """Seconds after which a request fails whose mask, or whose compiled grammar, is not there."""
 
@@ -38,32 +41,42 @@ class Cost(NamedTuple):
     compiling_s: float = 0.0
 
 
+class Pace:
+    """The mean duration of a worker's last steps with grammars, in seconds."""
+
+    step_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count a step."""
+        self.step_s += 0.05 * (min(seconds, LONGEST_STEP_S) - self.step_s)
+
+
 class Budget:
     """The CPU time that the masks of one request have cost so far, all choices together. ``share``: of what they may
-    cost. May be used from several threads."""
+    cost. ``pace``: of the worker. May be used from several threads."""
 
-    def __init__(self, share: float = 1.0) -> None:
-        self._share, self._lock = share, Lock()
-        self._spent_s, self._tokens = 0.0, 0
+    def __init__(self, share: float = 1.0, pace: Pace | None = None) -> None:
+        self._share, self._pace, self._lock = share, Pace() if pace is None else pace, Lock()
+        self._masks_s, self._compiling_s, self._tokens = 0.0, 0.0, 0
 
-    def spend(self, cpu_s: float, tokens: int) -> None:
-        """Count ``cpu_s`` CPU seconds, and ``tokens`` more of the output."""
+    def spend(self, masks_s: float, tokens: int, compiling_s: float = 0.0) -> None:
+        """Count CPU seconds of masks and of compiling, and ``tokens`` more of the output."""
         with self._lock:
-            self._spent_s += cpu_s
+            self._masks_s += masks_s
+            self._compiling_s += compiling_s
             self._tokens += tokens
 
     @property
     def costly(self) -> bool:
         """Whether the request has cost so much that its masks must take no time from others."""
-        return self._exceeds(COSTLY_S)
+        base_s, token_s = COSTLY_S
+        return self._masks_s > base_s + self._tokens * max(token_s, COSTLY_SHARE * self._pace.step_s)
 
     @property
     def exceeded(self) -> bool:
         """Whether the request has cost more than it may."""
-        return self._exceeds(BUDGET_S)
-
-    def _exceeds(self, limit: tuple[float, float]) -> bool:
-        return self._spent_s > self._share * (limit[0] + self._tokens * limit[1])
+        spent_s = self._masks_s + self._compiling_s
+        return spent_s > self._share * (BUDGET_S[0] + self._tokens * BUDGET_S[1])
 
 
 class Spending:
@@ -79,7 +92,7 @@ class Spending:
         slow = cost.following_s >= TOKEN_LIMIT_S * self._share * max(1, cost.followed)
         self._strikes += slow or cost.mask_s >= LIMIT_S * self._share
         self._spare_s += cost.followed * FOLLOW_LIMIT_S[1] - cost.following_s
-        self.budget.spend(cost.mask_s + cost.compiling_s, cost.new)
+        self.budget.spend(cost.mask_s, cost.new, cost.compiling_s)
         return self._strikes >= STRIKES or self._spare_s < 0 or self.budget.exceeded
 
 

@@ -4,11 +4,12 @@
     threads     └──► masks ──────────┘
 
 A hostile grammar must not slow down the streams beside it. So a sequence is a *suspect* until it has got a mask within
-:data:`common.grammar.limits.SUSPECT_S`. A step waits for the masks of the others, at most WAIT_S. Suspects have threads
-of low priority, for which a step waits only if it has nothing else to sample. A row without a mask is late: its last
-token is computed again in a later step. A worker leaves its sequence out of its steps until the mask is there
-(:meth:`Grammars.held`), so that nothing waits for it. It gets the same token as without that, since forced tokens and
-masks depend on the output alone.
+:data:`common.grammar.limits.SUSPECT_S`, and *costly* if the masks of its request have cost more than
+:data:`common.grammar.limits.COSTLY_S`. A step waits for the masks of the others, at most WAIT_S. Suspects have threads
+of low priority, costly sequences one that runs only where a core is idle; a step waits for them only if it has nothing
+else to sample. A row without a mask is late: its last token is computed again in a later step. A worker leaves its
+sequence out of its steps until the mask is there (:meth:`Grammars.held`), so that nothing waits for it. It gets the
+same token as without that, since forced tokens and masks depend on the output alone.
 
 llguidance computes without the interpreter lock. Its own thread pool is not used: it does not say how long each mask
 took.
@@ -34,7 +35,7 @@ from common.core.sequence import Batch, Refusal, StepResult, certain
 from common.core.sequence import Sequence as Tokens
 from common.grammar.compiled import CompiledGrammar, CompiledGrammars
 from common.grammar.errors import BROKEN, TOO_COMPLEX, UNKNOWN, GrammarError
-from common.grammar.limits import GIVE_UP_S, SUSPECT_S, Budget, Cost, Spending
+from common.grammar.limits import GIVE_UP_S, SUSPECT_S, Budget, Cost, Pace, Spending
 from common.grammar.matcher import Mask, Matcher
 from common.grammar.memory import estimate
 
@@ -96,6 +97,11 @@ class SequenceGrammar:
         """Whether the masks of its request have cost so much that they must take no time from others."""
         return self._spending.budget.costly
 
+    @property
+    def aside(self) -> bool:
+        """Whether no step with other rows waits for its masks."""
+        return self.suspect or self.costly
+
     def compute(self, output: OutputTokens) -> None:
         """Compute the mask after ``output``, and judge whether this took too long. Runs in a thread."""
         try:
@@ -136,9 +142,9 @@ class SequenceGrammar:
         self.mask_at = matcher.length
 
     def force(self, output: OutputTokens) -> list[int]:
-        """Return the tokens that are forced after ``output``; none for a suspect, of which the next mask has the
-        first."""
-        if self.suspect or self.busy or self._matcher is None:
+        """Return the tokens that are forced after ``output``; none if no step waits for its masks: then the next mask
+        has the first."""
+        if self.aside or self.busy or self._matcher is None:
             return []
         started = thread_time()
         try:
@@ -170,11 +176,13 @@ class SequenceGrammar:
 @dataclass(slots=True)
 class StepMasks:
     """The masks of one step. ``rows``: the index of each segment, the length of its output, and its grammar;
-    ``others``: whether the step samples rows that need no mask. ``wait_s``, ``on_mask``: those of :class:`Grammars`.
-    :meth:`finish` sets the rest, by index."""
+    ``others``: whether the step samples rows that need no mask. ``began_at``: when the step began, to note its duration
+    in ``pace``. ``wait_s``, ``on_mask``: those of :class:`Grammars`. :meth:`finish` sets the rest, by index."""
 
     rows: list[tuple[int, int, SequenceGrammar]]
     others: bool
+    pace: Pace = field(default_factory=Pace)
+    began_at: float = 0.0
     wait_s: float = GIVE_UP_S
     on_mask: Callable[[], None] | None = None
     ready: dict[int, SequenceGrammar] = field(default_factory=dict)
@@ -183,7 +191,8 @@ class StepMasks:
 
     def finish(self) -> None:
         """Wait for the masks that the step waits for, and sort its rows."""
-        known = [grammar for _, _, grammar in self.rows if not grammar.suspect]
+        self.pace.note(perf_counter() - self.began_at)
+        known = [grammar for _, _, grammar in self.rows if not grammar.aside]
         if known or self.others:
             _wait(known, WAIT_S if self.others else self.wait_s)
         else:
@@ -234,6 +243,7 @@ class Grammars:
         self._suspect_threads: Executor = ThreadPoolExecutor(_SUSPECT_THREADS, "suspect-masks", _lower_priority)
         self._last_threads: Executor = ThreadPoolExecutor(1, "costly-masks", _take_only_idle_time)
         self._compiled = CompiledGrammars(tokenizer, vocab_size, eos_token_ids, self._suspect_threads)
+        self._pace = Pace()
         self._budgets: WeakValueDictionary[TransferId, Budget] = WeakValueDictionary()
 
     def close(self) -> None:
@@ -256,7 +266,7 @@ class Grammars:
             if grammar.busy or grammar.refusal or grammar.mask_at == length:
                 continue
             grammar.busy, grammar.began_at = True, now
-            if grammar.suspect:
+            if grammar.aside:
                 self._begin_alone(grammar, OutputTokens.of(sequence))
             else:
                 together.append((grammar, OutputTokens.of(sequence)))
@@ -266,10 +276,10 @@ class Grammars:
             job = self._threads.submit(_compute, part)
             for grammar, _ in part:
                 grammar.job = job
-        return StepMasks(rows, others, self.wait_s, self.on_mask)
+        return StepMasks(rows, others, self._pace, now, self.wait_s, self.on_mask)
 
     def _begin_alone(self, grammar: SequenceGrammar, output: OutputTokens) -> None:
-        """Begin the mask of a suspect, once its grammar is compiled: no thread waits for that."""
+        """Begin a mask for which no step waits, once its grammar is compiled: no thread waits for that."""
         threads, compiled = self._last_threads if grammar.costly else self._suspect_threads, grammar.compiled
         if compiled is None or compiled.done():
             grammar.job = threads.submit(grammar.compute, output)
@@ -304,7 +314,7 @@ class Grammars:
         if not isinstance(grammar, SequenceGrammar):
             transfer = sequence.id.transfer
             if (budget := self._budgets.get(transfer)) is None:
-                budget = self._budgets[transfer] = Budget()
+                budget = self._budgets[transfer] = Budget(pace=self._pace)
             grammar = sequence.matcher = SequenceGrammar(self._compiled, sequence, budget)
         return grammar
 

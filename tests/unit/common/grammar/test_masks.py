@@ -17,7 +17,7 @@ from common.core.request import Request, SamplingParams
 from common.core.sequence import Sequence
 from common.grammar import compiled, limits, masks
 from common.grammar.compiled import CompiledGrammars
-from common.grammar.limits import Budget
+from common.grammar.limits import Budget, Pace
 from common.grammar.masks import Grammars, OutputTokens, SequenceGrammar
 from tests.fakes.constrained import EOS, TOKENIZER, TOKENS, allowed
 from tests.pace import scaled
@@ -144,6 +144,32 @@ def test_a_request_has_a_budget_for_all_its_choices(monkeypatch: pytest.MonkeyPa
     assert not budget.exceeded, "another token has come"
     budget.spend(0.0, 5)
     assert not budget.costly
+    compiled = Budget()
+    compiled.spend(0.0, 0, compiling_s=0.9)
+    assert not compiled.costly and not compiled.exceeded, "what is compiled is costly only by its masks"
+    compiled.spend(0.2, 0)
+    assert compiled.exceeded and not compiled.costly
+
+
+def test_what_a_mask_may_take_from_others_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "COSTLY_S", (0.0, 0.001))
+    pace = Pace()
+    budget = Budget(pace=pace)
+    budget.spend(0.0015, 1)
+    assert budget.costly
+    for _ in range(100):
+        pace.note(limits.LONGEST_STEP_S * 9)
+    assert not budget.costly and pace.step_s <= limits.LONGEST_STEP_S
+
+
+def test_a_costly_sequence_holds_up_no_step_even_if_each_mask_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = begin(grammars(), 'start: "{" /[a-z]+/ "and so on and so on"')
+    monkeypatch.setattr(masks, "SUSPECT_S", 60.0)
+    follow(one, random.Random(1), 2)
+    assert not one.suspect and not one.aside
+    monkeypatch.setattr(limits, "COSTLY_S", (0.0, 0.0))
+    monkeypatch.setattr(limits, "COSTLY_SHARE", 0.0)
+    assert not one.suspect and one.aside
 
 
 def test_choices_spend_the_budget_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +192,7 @@ def test_choices_spend_the_budget_of_their_request(monkeypatch: pytest.MonkeyPat
 def test_each_token_raises_the_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that were forced, and those that are followed again by another matcher."""
     spent: list[int] = []
-    monkeypatch.setattr(Budget, "spend", lambda self, seconds, tokens: spent.append(tokens))
+    monkeypatch.setattr(Budget, "spend", lambda self, seconds, tokens, compiling_s: spent.append(tokens))
     one, output, rng = begin(grammars(), schema_grammar({"const": "a long text" * 3})), list[int](), random.Random(1)
     while one.refusal is None and EOS not in output:
         one.compute(whole(output))
