@@ -234,14 +234,18 @@ def grammar(folder: Path) -> list[str]:
 
 
 def hostile(folder: Path) -> list[str]:
-    """Return how much longer the steps of plain streams are beside hostile grammars, by run and grammar."""
+    """Return how much longer the steps of plain streams are beside grammars, and the CPU time of their masks as a share
+    of one core, by run and grammar."""
     rows = []
     for run in ("grammar", "grammar-86m", "grammar-86m-one"):
         kept = results.load(folder / f"micro.json#{run}")
         for name, each in kept["beside"].items():
             shown = (f"{each[f'beside_{key}_s'] / each[f'plain_{key}_s'] - 1:+.1%}" for key in ("mean", "p50", "p99"))
-            rows.append((run, str(kept["hostile"]), name, *shown))
-    return markdown(("run", "hostile sequences", "grammar", "mean ITL", "P50", "P99"), rows)
+            shares = (f"{each[f'{key}_share']:.1%}" for key in ("masks", "idle"))
+            rows.append((run, str(kept["hostile"]), name, *shown, *shares))
+    return markdown(
+        ("run", "sequences", "grammar", "mean ITL", "P50", "P99", "CPU of masks", "CPU of masks in idle time"), rows
+    )
 
 
 def quality(folder: Path) -> list[str]:

@@ -1,17 +1,18 @@
-"""``tandem bench grammar``: the cost of token masks, and what hostile grammars do to the streams beside them.
+"""``tandem bench grammar``: the cost of token masks, and what grammars do to the streams beside them.
 
 First each grammar constrains one output after another, whose tokens are drawn at random from those that are allowed:
 the CPU time per token is that of following it, of the tokens that it forces, and of the next mask. Then one engine
-decodes plain streams and some more sequences: plain ones, or in every other round ones that a hostile grammar
-constrains, each with a text of its own, so that nothing is compiled for two. When one fails or ends, a plain one takes
-its place, until the next such round. So both kinds of rounds see the same machine, and as many hostile requests come in
-every other second. The coordinator would refuse most of them before they reach a worker.
+decodes plain streams and some more sequences: plain ones, or in every other round ones that a grammar constrains, each
+with a text of its own, so that nothing is compiled for two. When one fails or ends, a plain one takes its place, until
+the next such round. So both kinds of rounds see the same machine, and as many constrained requests come in every other
+second. All but one of these grammars are hostile; the coordinator would refuse most before they reach a worker.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,8 @@ def _words(count: int) -> str:
     return "\n".join([f"start: {' | '.join(f't{at}' for at in range(count))}", *rules])
 
 
-HOSTILE = {
+BESIDE = {
+    "a harmless schema": 'start: %json {"type": "array", "minItems": 200, "items": {"type": "integer"}}',
     "ambiguous": 'start: x\nx: x x | x x x | "a" | "b" | "ab" | "ba"',
     "80 overlapping words": _words(80),
     "400 overlapping words": _words(400),
@@ -100,10 +102,11 @@ def token_costs(source: CompiledGrammars, grammar: str, count: int, seed: int) -
 
 
 class Decoder:
-    """Decodes ``streams`` plain streams and ``more`` sequences on ``engine``."""
+    """Decodes ``streams`` plain streams and ``more`` sequences on ``engine``, whose tokens ``ends`` end a constrained
+    one."""
 
-    def __init__(self, engine: ModelEngine, streams: int, more: int) -> None:
-        self._engine, self._rng, self._more = engine, random.Random(1), more
+    def __init__(self, engine: ModelEngine, streams: int, more: int, ends: tuple[int, ...]) -> None:
+        self._engine, self._rng, self._more, self._ends = engine, random.Random(1), more, ends
         self._rows = [self._new("") for _ in range(streams + more)]
         size = engine.layout.block_size
         blocks = CONTEXT // size
@@ -162,19 +165,37 @@ class Decoder:
 
     def _new(self, grammar: str) -> Sequence:
         prompt, seed = [self._rng.randrange(self._engine.vocab_size) for _ in range(PROMPT)], self._rng.getrandbits(30)
-        sampling = SamplingParams(LONGEST, seed, grammar=f"{grammar}\n// {seed}" if grammar else "")
+        sampling = SamplingParams(LONGEST, seed, ignore_eos=True)
+        if grammar:
+            sampling = SamplingParams(LONGEST, seed, grammar=f"{grammar}\n// {seed}", eos_token_ids=self._ends)
         return Sequence(Request(new_request_id(), pack_tokens(prompt), sampling), 0)
 
 
-def interference(engine: ModelEngine, config: BenchGrammarConfig, grammar: str) -> dict[str, float]:
-    """Return mean, median and P99 seconds of steps beside plain sequences and beside hostile ones, and how many of the
-    latter were refused."""
-    decoder, plain, beside = Decoder(engine, config.streams, config.hostile), list[float](), list[float]()
+def mask_cpu_s() -> dict[str, float]:
+    """Return the CPU seconds of this process's threads for masks so far: of those that compete with the kernels, and of
+    those that take only idle time."""
+    found = {"masks": 0.0, "idle": 0.0}
+    for thread in threading.enumerate():
+        if "masks" in thread.name and thread.ident is not None:
+            kind = "idle" if thread.name.startswith("costly") else "masks"
+            found[kind] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return found
+
+
+def interference(
+    engine: ModelEngine, config: BenchGrammarConfig, grammar: str, ends: tuple[int, ...]
+) -> dict[str, float]:
+    """Return mean, median and P99 seconds of steps beside plain sequences and beside constrained ones, how many of the
+    latter were refused, and the CPU time of their masks as a share of the time of the steps beside them."""
+    decoder = Decoder(engine, config.streams, config.hostile, ends)
+    plain, beside = list[float](), list[float]()
     decoder.run("")
+    before = mask_cpu_s()
     for _ in range(config.rounds):
         plain += decoder.run("")
         beside += decoder.run(grammar)
     found: dict[str, float] = {"refused": decoder.refused}
+    found |= {f"{name}_share": (used - before[name]) / sum(beside) for name, used in mask_cpu_s().items()}
     for name, seconds in (("plain", plain), ("beside", beside)):
         found |= {
             f"{name}_mean_s": statistics.fmean(seconds),
@@ -208,13 +229,16 @@ def run(config: BenchGrammarConfig) -> int:
     )  # fmt: skip
     found: dict[str, dict[str, float]] = {}
     head = f"{config.streams} streams beside {config.hostile} sequences of"
-    print(f"\n| {head} | mean ITL | P50 | P99 | refused of {config.rounds * config.hostile} |\n|---|---|---|---|---|")
+    refused = f"refused of {config.rounds * config.hostile}"
+    print(f"\n| {head} | mean ITL | P50 | P99 | {refused} | CPU of masks, in idle time |")
+    print("|---|---|---|---|---|---|")
     try:
         engine.warm_up()
-        for name, grammar in HOSTILE.items():
-            found[name] = one = interference(engine, config, grammar)
+        for name, grammar in BESIDE.items():
+            found[name] = one = interference(engine, config, grammar, tuple(checkpoint.eos_token_ids))
             shown = (f"{one[f'beside_{key}_s'] / one[f'plain_{key}_s'] - 1:+.1%}" for key in ("mean", "p50", "p99"))
-            print(f"| {name} | {' | '.join(shown)} | {one['refused']:.0f} |", flush=True)
+            shares = f"{one['masks_share']:.1%}, {one['idle_share']:.1%}"
+            print(f"| {name} | {' | '.join(shown)} | {one['refused']:.0f} | {shares} |", flush=True)
     finally:
         engine.close()
     if config.save:

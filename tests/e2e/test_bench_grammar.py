@@ -21,7 +21,7 @@ def test_it_measures_every_grammar(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(saved.read_text())
-    assert found["tokens"].keys() == grammar.SCHEMAS.keys() and found["beside"].keys() == grammar.HOSTILE.keys()
+    assert found["tokens"].keys() == grammar.SCHEMAS.keys() and found["beside"].keys() == grammar.BESIDE.keys()
     assert all(each["token_s"] > 0 for each in found["tokens"].values())
-    for name in (*grammar.SCHEMAS, *grammar.HOSTILE):
+    for name in (*grammar.SCHEMAS, *grammar.BESIDE):
         assert f"| {name} |" in done.stdout
