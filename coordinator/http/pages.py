@@ -6,6 +6,7 @@ import functools
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,8 @@ routes = web.RouteTableDef()
 MAX_WORKERS = 4096
 MAX_NAME = 256
 MAX_DRAIN_S = 86_400.0
+_ANTHROPIC = "anthropic-version"
+"""The header by which Anthropic's clients are known."""
 SHOWN_DIGITS = 8
 """Hexadecimal digits of a worker's incarnation that are shown, enough to notice a restart. The full value is close to
 the worker's identity on the coordinator's socket and is not published."""
@@ -140,8 +143,19 @@ def _docs_page() -> str:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def _model(services: Services) -> Json:
-    model = services.model
+def _model(request: web.Request) -> Json:
+    """Return the description of the served model, in Anthropic's form for its clients, otherwise in OpenAI's."""
+    model = request.app[SERVICES].model
+    if _ANTHROPIC in request.headers:
+        return {
+            "id": model.name,
+            "type": "model",
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": model.context_length,
+            "max_tokens": model.context_length,
+        }
     return {
         "id": model.name,
         "object": "model",
@@ -153,16 +167,18 @@ def _model(services: Services) -> Json:
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """List the served model."""
-    return json_response({"object": "list", "data": [_model(request.app[SERVICES])]})
+    """List the served model. The header ``anthropic-version`` asks for Anthropic's form."""
+    model = _model(request)
+    if _ANTHROPIC in request.headers:
+        return json_response({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
+    return json_response({"object": "list", "data": [model]})
 
 
 @routes.get("/v1/models/{id:.+}")
 async def model(request: web.Request) -> web.Response:
-    """Describe the served model; 404 for another name."""
-    services = request.app[SERVICES]
-    services.model.check_name(request.match_info["id"].removesuffix("/"))
-    return json_response(_model(services))
+    """Describe the served model; 404 for another name. The header ``anthropic-version`` asks for Anthropic's form."""
+    request.app[SERVICES].model.check_name(request.match_info["id"].removesuffix("/"))
+    return json_response(_model(request))
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------

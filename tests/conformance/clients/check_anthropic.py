@@ -48,6 +48,13 @@ def check_messages(client: Anthropic) -> None:
     assert text_of(message) and message.stop_reason == "end_turn" and message.usage.output_tokens
 
 
+def check_models(client: Anthropic) -> None:
+    """models.list and models.retrieve"""
+    (listed,) = client.models.list()
+    assert listed.id == MODEL and listed.display_name and listed.created_at and listed.max_input_tokens
+    assert client.models.retrieve(MODEL) == listed
+
+
 def check_history(client: Anthropic) -> None:
     """system prompt, text blocks, earlier turns, cache_control, metadata, stop_sequences"""
     turns: Any = [

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import re
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,20 @@ async def test_models(cluster: FakeCluster) -> None:
     assert body["data"][0]["id"] == "tiny" and body["data"][0]["max_model_len"] == POSITIONS
     valid("Model", (await cluster.get("/v1/models/tiny"))[1])
     assert (await cluster.get("/v1/models/other"))[0].status == 404
+
+
+async def test_models_in_the_form_of_anthropics_clients(cluster: FakeCluster) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    _, listed = await cluster.get("/v1/models", headers=headers)
+    _, one = await cluster.get("/v1/models/tiny", headers=headers)
+    assert listed == {"data": [one], "has_more": False, "first_id": "tiny", "last_id": "tiny"}
+    assert (one["id"], one["type"], one["display_name"], one["max_input_tokens"]) == (
+        "tiny",
+        "model",
+        "tiny",
+        POSITIONS,
+    )
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == cluster.services.model.created
 
 
 async def test_tokens_there_and_back(cluster: FakeCluster) -> None:
