@@ -63,13 +63,15 @@ def formula(request: Request, choice: int, position: int) -> int:
 @dataclass
 class Job:
     """One (request, attempt) on the fake: its sequences. ``start`` is the output position at which the attempt begins,
-    ``due`` the time of the next token; with ``only_first`` the job ends after the first one, as in prefill."""
+    ``due`` the time of the next token; with ``only_first`` the job ends after the first one, as in prefill. With
+    ``reserved`` it waits for the hand-off."""
 
     transfer: TransferId
     sequences: list[Sequence]
     start: int
     due: float
     only_first: bool
+    reserved: bool = False
     spoken: bool = False
 
 
@@ -78,7 +80,10 @@ class FakeWorker:
     """A scripted worker. Tokens are ``step_s`` apart, the first comes after ``delay_s``, and ``script`` chooses them.
 
     Outgoing messages of the types in ``drop`` are lost. With ``deaf``, all incoming messages on the control connection
-    are lost. With ``refuse``, every request is answered with that failure."""
+    are lost. With ``refuse``, every request is answered with that failure.
+
+    ``handed_off`` holds the attempts whose first token prefill has sent, and is shared by the workers of a cluster: as
+    with real KV, no reserved attempt goes on before. Without it, none waits."""
 
     role: Role
     address: str
@@ -97,6 +102,8 @@ class FakeWorker:
     deaf: bool = False
     refuse: RequestFailed | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    dropped: int = 0
+    handed_off: set[TransferId] | None = None
     received: list[Any] = field(default_factory=list)
     turned: str = ""
     joined: threading.Event = field(default_factory=threading.Event)
@@ -196,6 +203,8 @@ class FakeWorker:
     def _say(self, control: zmq.Socket[Any], message: Message) -> None:
         if type(message) not in self.drop:
             send(control, message)
+        else:
+            self.dropped += 1
 
     def _take(self, control: zmq.Socket[Any], message: Any) -> None:
         self.received.append(message)
@@ -238,7 +247,9 @@ class FakeWorker:
         transfer = TransferId(request.id, attempt)
         sequences = [Sequence(request, attempt, choice) for choice in range(request.n)]
         start = max(sequence.output_length for sequence in sequences)
-        self._jobs[transfer] = Job(transfer, sequences, start, time.monotonic() + self.delay_s, only_first)
+        self._jobs[transfer] = Job(
+            transfer, sequences, start, time.monotonic() + self.delay_s, only_first, reserved=not computes
+        )
         if computes:
             self._say_prompt(control, self._jobs[transfer], request.scored + 1)
 
@@ -253,7 +264,7 @@ class FakeWorker:
 
     def _step(self, control: zmq.Socket[Any], now: float) -> None:
         """Send one token for every choice of every job that is due, in one message."""
-        due = [job for job in self._jobs.values() if job.due <= now]
+        due = [job for job in self._jobs.values() if job.due <= now and self._has_kv(job)]
         spans = TokenSpanEncoder()
         for job in due:
             if not job.spoken:
@@ -264,8 +275,13 @@ class FakeWorker:
         for said in spans.messages():
             self._say(control, said)
         for job in due:
+            if job.only_first and self.handed_off is not None:
+                self.handed_off.add(job.transfer)
             if job.only_first or all(sequence.finish for sequence in job.sequences):
                 self._done.append(self._jobs.pop(job.transfer))
+
+    def _has_kv(self, job: Job) -> bool:
+        return not job.reserved or self.handed_off is None or job.transfer in self.handed_off
 
     def _advance(self, job: Job, spans: TokenSpanEncoder) -> None:
         for sequence in job.sequences:

@@ -19,6 +19,7 @@ import jsonschema
 import pytest
 
 from common.config.coordinator import CoordinatorConfig
+from common.core.ids import TransferId
 from common.core.request import Request
 from common.net.messages import Prefill, Role
 from coordinator.app import SERVICES, create_app
@@ -44,7 +45,7 @@ def valid(name: str, body: Any) -> Any:
     return body
 
 
-async def until(condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
     """Wait until another thread or task has made ``condition`` true."""
     async with asyncio.timeout(scaled(seconds)):
         while not condition():  # noqa: ASYNC110 - what is waited for knows no event loop
@@ -60,6 +61,7 @@ class FakeCluster:
     url: str
     client: aiohttp.ClientSession
     workers: list[FakeWorker] = field(default_factory=list)
+    handed_off: set[TransferId] = field(default_factory=set)
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -68,7 +70,8 @@ class FakeCluster:
     async def add(self, role: Role, **options: Any) -> FakeWorker:
         name = options.pop("name", f"{role}-{len(self.workers)}")
         address, fingerprint = self.dispatcher.gateway.address, self.services.model.checkpoint.fingerprint
-        worker = FakeWorker(role, address, options.pop("fingerprint", fingerprint), name=name, **options).start()
+        options = {"fingerprint": fingerprint, "handed_off": self.handed_off, **options}
+        worker = FakeWorker(role, address, name=name, **options).start()
         self.workers.append(worker)
         await until(worker.joined.is_set, f"{name} joins")
         return worker
