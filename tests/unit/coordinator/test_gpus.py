@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -123,16 +124,19 @@ async def test_a_worker_that_left_its_gpu_is_absent_in_words_until_it_is_back(
     cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = cluster.workers[0]
+    left.rejoins = False
     left.say(Goodbye(left.hello.incarnation, FAULT))
     absent = cluster.services.registry.absent
     await until(lambda: dict(absent), "its Goodbye arrives")
     code, text = await shown(cluster, capsys)
-    assert code == 1 and f"colocated-0 is absent for 0 s: {FAULT}" in text and "restarted" not in text
-    absent.reported(cluster.dispatcher.gateway.clock)(left.hello.name, f"exited ({FAULT})", 8.0)
+    assert code == 1 and re.search(rf"colocated-0 is absent for \d s: {re.escape(FAULT)}", text)
+    assert "restarted" not in text
+    absent.reported(cluster.dispatcher.gateway.clock)(left.hello.name, f"exited ({FAULT})", 80.0)
     _, body = await cluster.get("/admin/workers")
     (shown_as,) = body["absent"]
-    assert shown_as["id"] == "colocated-0" and FAULT in shown_as["why"] and 7 < shown_as["restart_in_s"] <= 8
-    assert f"exited ({FAULT}), restarted in 8 s" in (await shown(cluster, capsys))[1]
+    assert shown_as["id"] == "colocated-0" and FAULT in shown_as["why"] and 60 < shown_as["restart_in_s"] <= 80
+    _, text = await shown(cluster, capsys)
+    assert re.search(rf"exited \({re.escape(FAULT)}\), restarted in \d\d s", text)
     left.stop()
     await cluster.add("colocated", name="colocated-0")
     assert not dict(absent) and (await shown(cluster, capsys))[0] == 0

@@ -66,6 +66,7 @@ async def _without(model: Path, role: str, **options: Any) -> AsyncIterator[Fake
     """A cluster whose only worker of ``role`` has left."""
     async with open_cluster(model, "prefill", "decode", **options) as cluster:
         (worker,) = [each for each in cluster.workers if each.role == role]
+        worker.rejoins = False
         response, _ = await cluster.post("/admin/drain", {"worker": worker.name})
         assert response.status == 202
         await until(lambda: not cluster.dispatcher.registry.ready(worker.role), "it has left")
@@ -83,7 +84,7 @@ def _no_prefill(model: Path) -> Any:
 
 @asynccontextmanager
 async def _draining(model: Path) -> AsyncIterator[FakeCluster]:
-    async with open_cluster(model, "prefill", drain_timeout=20.0) as cluster:
+    async with open_cluster(model, "prefill", drain_timeout=60.0) as cluster:
         await cluster.add("decode", step_s=0.02)
         asked = asyncio.create_task(cluster.post(TEXT, {**PROMPT, "max_tokens": 60}))
         await until(lambda: cluster.workers[1].busy, "it runs")
