@@ -64,17 +64,18 @@ def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.Mon
     bench.check(request)
 
 
-def test_worker_reconnects_after_lease_without_renewal(bench: Bench) -> None:
+def test_worker_reconnects_after_lease_without_renewal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection may be dead without any error."""
-    bench.lease_ms = 400
     worker = bench.add("decode", OracleEngine(64))
-    bench.until(lambda: worker.membership.joined)
-    first, leased_at = worker.membership._socket, time.monotonic()
-    while time.monotonic() < leased_at + 1.0:
-        bench.send("decode-0", Lease(b"", 0))
-        bench.turn()
+    bench.until(lambda: worker.membership.joined and worker.membership.connected)
+    first, lease_s, ahead_s = worker.membership._socket, bench.lease_ms / 1000, [0.0]
+    monkeypatch.setattr(worker.membership, "_clock", lambda: time.monotonic() + ahead_s[0])
+    for number in range(100, 112):  # three leases
+        ahead_s[0] += lease_s / 4
+        bench.deliver("decode-0", Lease(b"", number))
     assert worker.membership._socket is first and bench.joins == 1
-    assert bench.renewed > 10, "each is answered"
+    bench.until(lambda: bench.renewed == 12)  # each is answered
+    ahead_s[0] += lease_s
     bench.until(lambda: bench.joins == 2 and worker.membership.joined)
     assert worker.membership._socket is not first and first.closed
     request = make_request(40, 4)
@@ -120,21 +121,24 @@ def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkey
     assert len(reported) >= 3 and all(300 <= turn_ms <= 2000 for turn_ms in reported)
 
 
-def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
-    bench.lease_ms = 300
+def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.add("prefill", OracleEngine(512))
     decode = bench.add("decode", OracleEngine(512, max_model_len=8192))
+    lease_s, ahead_s = bench.lease_ms / 1000, [0.0]
+    monkeypatch.setattr(decode, "clock", lambda: time.monotonic() + ahead_s[0])
     running, reserved = make_request(100, 8000), make_request(90, 4)
     bench.place(running, "prefill-0", "decode-1")
-    bench.until(lambda: len(decode.holdings()) == 1)
-    renewed_until = time.monotonic() + 0.6  # twice as long as one lease
-    while time.monotonic() < renewed_until:
-        bench.send("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), 0))
-        bench.turn()
+    bench.until(lambda: len(bench.streams[running.id, 1, 0]) > 1)  # the hand-off is over
+    for number in range(100, 112):  # three leases
+        ahead_s[0] += lease_s / 4
+        bench.deliver("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), number))
         assert len(decode.holdings()) == 1
-    bench.send("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
-    bench.until(lambda: len(decode.holdings()) == 2)
-    bench.until(lambda: not decode.holdings(), deadline_s=2)
+    bench.deliver("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
+    assert len(decode.holdings()) == 2
+    ahead_s[0] += lease_s
+    bench.until(lambda: not decode.holdings())
     assert decode.cache.pool.counts.held == 0
 
 
