@@ -47,7 +47,7 @@ _URL = re.compile(r"http://(?:127\.0\.0\.1|0\.0\.0\.0):\d+")
 def tandem(*words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Run a ``tandem`` command that ends by itself and return its result; ``before`` is a wrapping command."""
     command = [*before, *COMMAND, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False, cwd=ROOT)
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -112,7 +112,7 @@ class TandemProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"still there {STOP_S} s after SIGTERM:\n{self.text}") from None
-        left = [each for each in psutil.wait_procs(self.others(), timeout=5)[1] if not _has_ended(each)]
+        left = [each for each in psutil.wait_procs(self.others(), timeout=scaled(5))[1] if not _has_ended(each)]
         self.kill()
         assert not left, f"processes left behind: {left}\n{self.text}"
         assert code == 0, f"exit code {code}:\n{self.text}"
@@ -182,7 +182,7 @@ class RunningSystem:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=scaled(5)) as response:
                 return bool(response.status == 200)
         except urllib.error.HTTPError as error:  # 503
             error.close()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import scaled
+
 pytestmark = pytest.mark.e2e
 
 
@@ -17,7 +19,7 @@ def test_it_measures_every_end_in_every_phase(tmp_path: Path) -> None:
     saved = tmp_path / "control.json"
     words = ["bench", "control-latency", "--mib", "64", "--idle-s", "0.5", "--save", str(saved)]
     command = [sys.executable, "-m", "deploy.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(90), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(saved.read_text())
     assert found["streamed_bytes"] >= 64 << 20 and found["bytes_per_s"] > 0

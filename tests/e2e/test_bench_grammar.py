@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.micro import grammar
+from tests.pace import scaled
 
 pytestmark = pytest.mark.e2e
 COMMAND = [sys.executable, "-m", "deploy.cli", "bench", "grammar", "--rounds", "1", "--tokens", "50", "--streams", "2"]
@@ -18,7 +19,7 @@ COMMAND = [sys.executable, "-m", "deploy.cli", "bench", "grammar", "--rounds", "
 @pytest.mark.whole
 def test_it_measures_every_grammar(tmp_path: Path) -> None:
     command = [*COMMAND, "--save", str(saved := tmp_path / "grammar.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(saved.read_text())
     assert found["tokens"].keys() == grammar.SCHEMAS.keys() and found["beside"].keys() == grammar.BESIDE.keys()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.micro.wire import LINKS
+from tests.pace import scaled
 
 pytestmark = pytest.mark.e2e
 
@@ -19,7 +20,7 @@ def test_it_measures_every_link(tmp_path: Path) -> None:
     saved = tmp_path / "wire.json"
     words = ["bench", "wire", "--tokens", "64", "--repeats", "2", "--save", str(saved)]
     command = [sys.executable, "-m", "deploy.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(90), check=False)
     assert done.returncode == 0, done.stderr
     names = [name for name, _, _ in LINKS]
     assert re.findall(r"^\| ([\w, ]+) \|(?: \d+\.\d+ \|){3}$", done.stdout, re.MULTILINE) == names

@@ -56,7 +56,9 @@ def test_a_function_is_called(server: HttpClient) -> None:
 
 def test_the_openai_client_names_the_package_that_it_lacks() -> None:
     program = f"import runpy, sys; sys.modules['openai'] = None; runpy.run_path({str(EXAMPLES / 'openai_client.py')!r})"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(60), check=False
+    )
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "pip install openai" in ended.stderr
 
 

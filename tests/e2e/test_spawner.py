@@ -19,6 +19,7 @@ from tests.e2e import spawner
 from tests.e2e.spawner import ROOT, Spawner
 from tests.e2e.system import RunningSystem, TandemProcess
 from tests.e2e.test_tokens import ONE_ONE
+from tests.pace import scaled
 
 pytestmark = pytest.mark.e2e
 
@@ -65,7 +66,7 @@ def test_exit_code_output_and_folder_are_the_commands_own(tmp_path: Path) -> Non
     start = TandemProcess.spawner.popen()
     forked = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     usual = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
-    said = forked.communicate(timeout=60)
+    said = forked.communicate(timeout=scaled(60))
     assert (forked.returncode, *said) == (usual.returncode, usual.stdout, usual.stderr)
     assert usual.returncode == 1 and "nowhere" in usual.stderr
 
@@ -76,7 +77,7 @@ def test_standard_input_is_handed_over() -> None:
     command = [sys.executable, "-m", "deploy.cli", "up", "--config", "/dev/stdin"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     forked = TandemProcess.spawner.popen()(command, **pipes, text=True, cwd=ROOT)
-    said = "".join(forked.communicate("portt: 5", timeout=60))
+    said = "".join(forked.communicate("portt: 5", timeout=scaled(60)))
     assert forked.returncode == 1 and "unknown key portt" in said
 
 

@@ -270,7 +270,7 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     next(running)
     up.process.send_signal(signal.SIGINT)
     assert len(list(running)) >= 199  # running requests are finished first
-    assert up.process.wait(30) == 0
+    assert up.process.wait(scaled(30)) == 0
     assert not any(child.is_running() for child in family)
 
 
@@ -285,7 +285,7 @@ def test_a_signal_to_all_of_its_processes_drains_as_one_to_it_does(start: Callab
     for process in (*family, up.process):
         process.send_signal(signal.SIGTERM)
     assert len(list(running)) >= 797
-    assert up.process.wait(30) == 0
+    assert up.process.wait(scaled(30)) == 0
     assert not any(child.is_running() for child in family)
 
 
@@ -302,7 +302,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callab
     after = workers(server)["decode-0"]
     assert after["pid"] != before["pid"] and not psutil.pid_exists(before["pid"])
     up.process.send_signal(signal.SIGINT)
-    assert up.process.wait(30) == 0
+    assert up.process.wait(scaled(30)) == 0
 
 
 @pytest.mark.alone
@@ -322,7 +322,7 @@ def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start_q
     assert after["prefill-0"]["pid"] == before["prefill-0"]["pid"], "a worker that joins again stays"
     assert len(list(ask(server, 4))) == 5
     up.process.send_signal(signal.SIGINT)
-    assert up.process.wait(30) == 0
+    assert up.process.wait(scaled(30)) == 0
 
 
 def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
@@ -343,7 +343,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
             break
     assert up.process.poll() is None
     up.process.send_signal(signal.SIGTERM)
-    up.process.wait(10)
+    up.process.wait(scaled(10))
     assert not any(child.is_running() for child in family)
     with pytest.raises(HttpError):
         list(running)

@@ -15,11 +15,12 @@ import pytest
 
 from tests.e2e.system import RunningSystem
 from tests.leaked_keys import new_key
+from tests.pace import scaled
 from tests.security.outside import RawConnection, ask, coordinator, memory, processor_seconds, request
 
 LIMIT = 64 << 10
-AT_ONCE_S = 5.0
-"""Seconds within which a rejection must come, on a busy machine."""
+AT_ONCE_S = scaled(5.0)
+"""Seconds within which a rejection must come."""
 GENERATE = "/v1/completions"
 MIB = 1 << 20
 HEAD = 64 << 10
@@ -356,20 +357,19 @@ def test_a_client_that_reads_no_small_answers_is_cut_and_one_that_reads_slowly_i
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 each.connect(("127.0.0.1", port))
                 each.setblocking(False)
-            began = moved = time.monotonic()
-            while moved - began < 10 and time.monotonic() - moved < 3:
+            give_up = time.monotonic() + scaled(20.0)
+            while time.monotonic() < give_up:
                 try:
                     for each in (slow, unread):
                         with contextlib.suppress(BlockingIOError):
                             each.send(asked)
-                            moved = time.monotonic()
                     with contextlib.suppress(BlockingIOError):
                         assert slow.recv(2048)
                 except ConnectionError:
                     break
                 time.sleep(0.02)
             else:
-                pytest.fail("it takes no more requests, and keeps the connection")
+                pytest.fail("the connection is kept")
             slow.setblocking(True)
             assert slow.recv(2048), "the other one is kept"
         shown = ask(system.url, request("GET", "/metrics", "Connection: close")).body.decode()

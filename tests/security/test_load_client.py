@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.system import TandemProcess
+from tests.pace import scaled
 
 EVENT = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
 ANSWERS = {
@@ -75,7 +76,7 @@ async def bench(url: str, log: Path) -> str:
     words = "--num-warmups 0 --random-input-len 4 --random-output-len 4 --max-concurrency 1".split()
     process = TandemProcess.start(log, "bench", "serve", "--url", url, "--num-prompts", str(REQUESTS), *words)
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(scaled(90)):
             await asyncio.to_thread(process.popen.wait)
     finally:
         process.kill()

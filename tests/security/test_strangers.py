@@ -29,6 +29,7 @@ import xxhash
 
 from tests.e2e.system import READY_S, RunningSystem, TandemProcess
 from tests.leaked_keys import keygen, new_key, register_cluster_keys
+from tests.pace import scaled
 from tests.security.outside import own_address
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -81,7 +82,7 @@ def dial(at: str, how: str, uid: int | None) -> dict[str, Any]:
         input=json.dumps(asked | {"identity": f"decode-0|{incarnation}|x"}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=True,
     )
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -135,7 +136,9 @@ def ask(system: RunningSystem, path: str, body: Any = None) -> tuple[dict[str, s
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(system.url + path, data, headers), timeout=60) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(system.url + path, data, headers), timeout=scaled(60)
+        ) as answer:
             return {name.lower(): value for name, value in answer.headers.items()}, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:

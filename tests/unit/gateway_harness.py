@@ -19,13 +19,13 @@ from coordinator.cluster.registry import Registry
 from tests.fakes.worker import FakeWorker
 from tests.pace import scaled
 
-WAIT_S = 10.0
+WAIT_S = scaled(10.0)
 QUIET_S = 0.3
 """Long enough for a handshake on this machine: a peer that is not connected by then was rejected."""
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + scaled(WAIT_S)
+    give_up = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < give_up, what
         time.sleep(0.005)

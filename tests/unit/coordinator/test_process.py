@@ -22,6 +22,7 @@ from common.core.errors import StartError
 from coordinator.app import run
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.fakes.worker import FakeWorker
+from tests.pace import scaled
 
 ROOT = Path(__file__).parents[3]
 _PROGRAM = """
@@ -68,7 +69,7 @@ def fingerprint(model: Path) -> str:
 
 def ask(url: str, **body: Any) -> Any:
     data = json.dumps({"prompt": "hello", **body}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data), timeout=20) as response:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data), timeout=scaled(20)) as response:
         return json.loads(response.read())
 
 
@@ -76,24 +77,24 @@ def test_it_serves_without_torch_and_ends_on_sigterm(model: Path) -> None:
     with coordinator(model) as (process, url, address):
         worker = FakeWorker("colocated", address, fingerprint(model)).start()
         try:
-            assert worker.joined.wait(5)
+            assert worker.joined.wait(scaled(5))
             assert ask(url, max_tokens=3)["usage"]["completion_tokens"] == 3
         finally:
             worker.stop()
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None and json.loads(process.stdout.readline()) == []
-        assert process.wait(10) == 0
+        assert process.wait(scaled(10)) == 0
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_an_ipv6_host_makes_an_url_that_works(model: Path) -> None:
     with coordinator(model, host="::1", control_host="::1") as (_, url, address):
         assert url.startswith("http://[::1]:") and address.startswith("tcp://[::1]:")
-        with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
+        with urllib.request.urlopen(f"{url}/health", timeout=scaled(20)) as response:
             assert response.status == 200
         worker = FakeWorker("colocated", address, fingerprint(model)).start()
         try:
-            assert worker.joined.wait(5)
+            assert worker.joined.wait(scaled(5))
         finally:
             worker.stop()
 
@@ -107,7 +108,7 @@ def test_second_signal_ends_running_requests(
     with coordinator(model, drain_timeout=60) as (process, url, address):
         worker = FakeWorker("colocated", address, fingerprint(model), delay_s=60).start()
         try:
-            assert worker.joined.wait(5)
+            assert worker.joined.wait(scaled(5))
             with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
                 body = b'{"prompt": "x"}'
                 client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n" + body)
@@ -117,7 +118,7 @@ def test_second_signal_ends_running_requests(
                 with pytest.raises(subprocess.TimeoutExpired):
                     process.wait(0.5)
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(10) == 0
+                assert process.wait(scaled(10)) == 0
                 assert b"503" in client.recv(100)
         finally:
             worker.stop()

@@ -20,6 +20,7 @@ from deploy import worker
 from deploy.launcher import cores, process, status
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.screen import Lines
+from tests.pace import scaled
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 CONFIG = WorkerConfig(model="m", role="decode", device="cpu")
@@ -99,7 +100,7 @@ def test_no_thread_and_no_clean_up_holds_the_process() -> None:
         "atexit.register(print, 'cleaned up')\n"
         f"worker._leave(DeviceLost({ILLEGAL!r}))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60))
     assert ended.returncode == worker.DEVICE_LOST and "cleaned up" not in ended.stdout
     assert ILLEGAL in ended.stderr
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.chaos import host
 from tests.chaos.host import TAKEN, TRIES, Taken, undisturbed
+from tests.pace import scaled
 
 ROOT = Path(__file__).parents[3]
 
@@ -116,7 +117,7 @@ def test_a_test_that_is_to_be_alone_is_run_again(tmp_path: Path) -> None:
     options = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "--import-mode=prepend"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-p", "no:randomly", "-p", "no:cacheprovider", tmp_path],
-        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+        capture_output=True, text=True, cwd=ROOT, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert "4 failed, 1 passed, 4 rerun" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("RERUN ") == 4, "and says so"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import scaled
+
 ROOT = Path(__file__).parents[3]
 INNER = """
 import base64
@@ -72,7 +74,8 @@ def test_a_key_in_a_log_fails_the_test_and_the_session(tmp_path: Path, workers: 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.leaked_keys", *without, "-c", os.devnull, "-n", workers,
          "--rootdir", tmp_path, f"--basetemp={tmp_path / 'base'}", tmp_path],
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=scaled(120), check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     failed = set(re.findall(r"^ERROR \S*::test_(\w+)", done.stdout, re.MULTILINE))
     cluster = {"cluster_key", "cluster_key_in_base64"}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import scaled
+
 ROOT = Path(__file__).parents[3]
 LEAKS = """
 import asyncio, atexit, os, subprocess, threading, zmq
@@ -65,7 +67,7 @@ def test_each_kind_of_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -17,6 +17,7 @@ from decode.role import DecodeWorker
 from kvtransfer.links.faulty import FaultRates, FaultyChannels
 from prefill.role import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
+from tests.pace import scaled
 from tests.unit.workers import Bench, make_request
 
 
@@ -319,8 +320,8 @@ def test_unrepeated_announcement_expires_after_lease(bench: Bench) -> None:
     bench.workers.pop("prefill-1")  # killed: no Cancel follows
     bench.send("decode-0", Abort(request.id, 1))
     try:
-        bench.until(lambda: decode.receiver.waited_for, 2.0)
-        until = time.monotonic() + 1.0
+        bench.until(lambda: decode.receiver.waited_for)
+        until = time.monotonic() + scaled(5.0)
         while time.monotonic() < until and decode.receiver.waited_for:
             bench.send("decode-0", Lease(b"", 0))
             decode.turn()

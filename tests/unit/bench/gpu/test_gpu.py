@@ -164,7 +164,9 @@ def test_the_stages_need_no_package_that_only_serving_needs() -> None:
         "for name in ('llguidance', 'prometheus_client', 'jinja2', 'regex', 'yaml'): sys.modules[name] = None\n"
         f"import bench.commands.gpu, common.engine.loading, {modules}\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(120), check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

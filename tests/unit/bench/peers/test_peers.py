@@ -237,7 +237,9 @@ with started("a family", [sys.executable, "-c", {_FAMILY!r}]) as process:
     pathlib.Path({str(reported)!r}).write_text(f"{{process.pid}} {{child}}")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", measuring], start_new_session=True, cwd=Path(__file__).parents[4], timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", measuring], start_new_session=True, cwd=Path(__file__).parents[4], timeout=scaled(60)
+    )
     pids = [int(pid) for pid in reported.read_text().split()]
     _until(lambda: all(_state(pid) in ("Z", "") for pid in pids), "they are left over")
 

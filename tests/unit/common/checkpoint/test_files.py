@@ -15,6 +15,7 @@ from common.checkpoint.files import HUB_FILES, Checkpoint, open_checkpoint, refu
 from common.core.errors import StartError
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout, LayerLayout
+from tests.pace import scaled
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_opening_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
         f"open_checkpoint({str(checkpoint('llama'))!r}); choose('auto'); kv_budget(2)\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(30))
 
 
 LAYOUT = KvLayout((LayerLayout(2, 16, 16),) * 4, "float32", 16)

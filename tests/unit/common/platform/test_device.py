@@ -18,6 +18,7 @@ from common.platform.memory import GIB
 from tests.fakes import nvml
 from tests.fakes.nvml import GIB as NVML_GIB
 from tests.fakes.nvml import FakeGpu, two_gpus
+from tests.pace import scaled
 
 
 def machine(*, bf16: bool = True, fp16: bool = False) -> Device:
@@ -175,7 +176,7 @@ def test_a_worker_is_pinned_with_its_threads() -> None:
         f"assert pin([{core}]) == 1 and os.sched_getaffinity(0) == {{{core}}} and torch.get_num_threads() == 1\n"
         "assert pin(threads=2) == 2 and torch.get_num_threads() == 2 and 0 < int(os.environ['GOMP_SPINCOUNT']) < 10000"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu) -> None:

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.pace import scaled
+
 FRAMES, FRAME_BYTES, ROUNDS = 16, 1 << 20, 50
 _CHURN = f"""
 import resource, sys
@@ -27,7 +29,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def faults(way: str) -> int:
     """Return the page faults of a process that repeatedly allocates and frees the memory of a transfer's frames."""
-    done = subprocess.run([sys.executable, "-c", _CHURN, way], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _CHURN, way], capture_output=True, text=True, check=True, timeout=scaled(60)
+    )
     return int(done.stdout)
 
 

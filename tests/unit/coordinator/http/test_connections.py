@@ -23,6 +23,7 @@ from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.server import MAX_WAITING_BYTES, Connection
 from coordinator.http.sse import EventStream, deliver
 from tests.leaked_keys import new_key
+from tests.pace import scaled
 from tests.unit.coordinator.fake_cluster import (
     CHAT,
     HELLO,
@@ -128,7 +129,7 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         _, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1], limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             await cut.wait()
             await over.wait()
         writer.close()
@@ -202,7 +203,8 @@ async def test_a_reader_of_a_whole_answer_is_cut_when_it_has_stalled_for_so_long
     response: Any = stalls
     with pytest.raises(ConnectionResetError):
         await deliver(request, response, 1.0, cuts.append)
-    assert cuts == ["has read nothing of its response for 1 s"] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
+    assert cuts == ["has read nothing of its response for 1 s"]
+    assert 1.0 <= stalls.cut_at - stalls.moved_at < 1.0 + scaled(0.6)
 
 
 class _Takes:
@@ -255,7 +257,7 @@ async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> Non
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         reader, writer = await asyncio.open_connection(sock=_narrow(runner.addresses[0][1]), limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             for _ in range(2):
                 await reader.readuntil(b"\r\n\r\n")
                 await reader.readexactly(48 << 10)
@@ -269,20 +271,20 @@ async def test_a_body_that_does_not_come_is_answered_in_time(model: Path) -> Non
     async with open_cluster(model, "colocated", client_timeout=0.3) as cluster:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rsplit(":", 1)[1]))
         writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             assert b" 408 " in await reader.readline()
         assert await _cut_off(cluster) == {"sending": 1}
         writer.close()
 
 
 async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
-    async with open_cluster(model, "colocated", client_timeout=0.4) as cluster:
+    async with open_cluster(model, "colocated", client_timeout=1.0) as cluster:
         port = int(cluster.url.rsplit(":", 1)[1])
         lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         (never, _), (slow, dripping), (kept, asking) = lines
         asking.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in await kept.readline()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             dripping.write(b"GET /health HTTP/1.1\r\n")
             while not slow.at_eof() and not slow.exception():
                 dripping.write(b"X: y\r\n")
@@ -314,7 +316,7 @@ async def test_a_connection_that_was_used_is_closed_when_its_next_request_does_n
         await site.start()
         reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             assert (await reader.read()).startswith(b"HTTP/1.1 200 "), "answered, and closed later"
         writer.close()
     finally:
@@ -333,7 +335,7 @@ async def test_a_connection_whose_task_fails_is_closed(
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             assert await reader.read() == b""
         writer.close()
     finally:
@@ -379,7 +381,7 @@ async def test_headers_of_requests_that_wait_for_an_earlier_one_are_bounded() ->
             writer.write(one.encode())
         await until(lambda: any(map(_is_refused, connections())), "the rest is refused")
         go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             said = await reader.read()
         assert said.count(b"HTTP/1.1 200") in (fit, fit + 1), "the first no longer waits"
         assert said.count(b"HTTP/1.1 400") == 1
@@ -402,7 +404,7 @@ async def test_the_last_body_that_waits_for_an_earlier_request_is_read_when_it_i
         await until(lambda: any(each._reading_paused for each in connections()), "no more is read")
         held = max(each._mine for each in connections())
         go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
             assert await reader.readexactly(1) == b"0"
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
@@ -417,7 +419,7 @@ async def test_bodies_of_requests_that_wait_for_an_earlier_one_are_bounded() -> 
         writer.write(BUSY + one * 8)
         await until(lambda: any(map(_is_refused, connections())), "the rest is refused")
         go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             said = await reader.read()
         assert said.count(b"HTTP/1.1 200") in (4, 5) and said.count(b"HTTP/1.1 400") == 1, said
         assert b"wait on this connection" in said
@@ -432,7 +434,7 @@ async def test_small_bodies_that_wait_are_served_in_their_order_and_a_long_one_o
             writer.write(WAITING + b"Content-Length: %d\r\n\r\n" % size + bytes(size))
         await asyncio.sleep(0.1)
         go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             for size in (len(long), *range(1, 21)):
                 assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
                 assert await reader.readexactly(len(str(size))) == str(size).encode()

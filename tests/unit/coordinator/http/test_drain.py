@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.app import drain
+from tests.pace import scaled
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, _ask_and_read_no_more, open_cluster, until
 
 
 async def test_drain_finishes_running_requests_and_refuses_new_ones(model: Path) -> None:
-    async with open_cluster(model, "prefill", drain_timeout=5.0) as cluster:
+    async with open_cluster(model, "prefill", drain_timeout=60.0) as cluster:
         await cluster.add("decode", step_s=0.02)
         asked = asyncio.create_task(cluster.stream(CHAT, {**HELLO, "max_tokens": 20}))
         await until(lambda: cluster.workers[1].busy, "it runs")
@@ -48,7 +49,7 @@ async def _leave_unread(cluster: FakeCluster) -> tuple[asyncio.StreamReader, asy
 
 
 async def test_a_drain_waits_for_an_answer_that_is_still_read(model: Path) -> None:
-    async with open_cluster(model, drain_timeout=20.0) as cluster:
+    async with open_cluster(model, drain_timeout=60.0) as cluster:
         await cluster.add("colocated", step_s=0.0, changes={"kv_blocks": 8192})
         reader, writer = await _leave_unread(cluster)
         draining = asyncio.create_task(drain(cluster.services, asyncio.Event()))
@@ -64,7 +65,7 @@ async def test_drain_timeout_closes_unread_connections(model: Path) -> None:
     async with open_cluster(model, drain_timeout=0.1) as cluster:
         await cluster.add("colocated", step_s=0.0, changes={"kv_blocks": 8192})
         reader, writer = await _leave_unread(cluster)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(scaled(5)):
             await drain(cluster.services, asyncio.Event())
         assert cluster.services.answers.count == 1
     with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # the connections are closed

@@ -18,6 +18,7 @@ from coordinator.api.fields import MAX_CONTAINERS, JsonBudget, parse_json
 from coordinator.http.bodies import Bodies, BodyKind, kind_of
 from coordinator.text.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
 from tests.fakes.checkpoint import POSITIONS
+from tests.pace import scaled
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, HeldTokenizer, chat_of, until
 
 
@@ -58,7 +59,7 @@ async def test_texts_that_wait_for_tokens_are_bounded(cluster: FakeCluster, held
     asked = {"prompt": text}
     first = asyncio.create_task(cluster.post("/tokenize", asked))
     await until(lambda: held.begun, "the first is tokenized")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         response, body = await cluster.post("/tokenize", asked)
     assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
     assert response.headers["Retry-After"]
@@ -117,7 +118,7 @@ async def test_a_lane_takes_the_smallest_and_the_oldest_in_turn(cluster: FakeClu
 async def test_a_short_text_does_not_wait_for_a_long_one(cluster: FakeCluster, held: HeldTokenizer) -> None:
     long = asyncio.create_task(cluster.post("/tokenize", {"prompt": LONG_TEXT}))
     await until(lambda: held.begun, "the long one is tokenized")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         response, _ = await cluster.post(CHAT, {**chat_of(PROSE), "max_tokens": 1})
     assert response.status == 200 and not long.done()
     held.go_on.set()

@@ -79,7 +79,9 @@ def test_help_is_light_and_quick() -> None:
         "except SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(60), check=True
+    )
     assert result.stderr.strip() == "[]"
     assert "--max-model-len" in result.stdout
 
@@ -315,7 +317,7 @@ def test_command_ends_silently_on_closed_pipe() -> None:
     os.close(reading)
     command = [sys.executable, "-m", "deploy.cli", "config", "up"]
     with os.fdopen(writing) as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 128 + signal.SIGPIPE and not done.stderr
 
 

@@ -489,10 +489,10 @@ class Handoff:
 
     def go(self) -> None:
         """Run until both sides have reported the end of the transfer."""
-        began = time.monotonic()
+        give_up = time.monotonic() + scaled(20.0)
         self.computed()
         while not (self.sent and self.received):
-            assert time.monotonic() < began + 20, f"no end: {self.sent} at the sender, {self.received} at the receiver"
+            assert time.monotonic() < give_up, f"no end: {self.sent} at the sender, {self.received} at the receiver"
             self.sent += self.sender.pump(self.clock())
             self.received += self.receiver.pump(self.clock, 0.005)
             self.here.poll(0.002)
@@ -743,7 +743,7 @@ def test_pool_endpoint_recovers_from_exhausted_descriptors(monkeypatch: pytest.M
         patch.setattr(shm.socket, "socket", Exhausted)
         endpoint = shm.PoolEndpoint(memory, new_incarnation())
     for _ in range(3):
-        assert refused.acquire(timeout=20)
+        assert refused.acquire(timeout=scaled(20))
     connection = shm.PoolConnection(endpoint.address)
     assert select.select([connection], [], [], 20)[0]
     descriptor = connection.answer()
