@@ -243,8 +243,9 @@ class _NixlReading(Reading[T]):
 
     def close(self) -> None:
         """Abandon the read. Its buffer is reused only if the read is certain to have ended."""
-        if self._handle is not None and not self._pool.lost and self._look() != "PROC":
-            self._pool.give_back(self._landing)
+        with contextlib.suppress(WireError):  # the pool is lost: none of its buffers is reused
+            if self._handle is not None and not self._pool.lost and self._look() != "PROC":
+                self._pool.give_back(self._landing)
         self._release()
 
     def _look(self) -> str:

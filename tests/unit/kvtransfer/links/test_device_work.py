@@ -236,7 +236,7 @@ def test_an_attached_pool_is_unmapped_only_when_no_copy_reads_it(closing: contex
 
 @pytest.fixture(params=["pinned", "cuda-ipc"])
 def handoff(request: pytest.FixtureRequest) -> Iterator[Handoff]:
-    limits = TransferLimits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
+    limits = TransferLimits(no_progress_s=30.0, renew_s=6.0, resend_s=3.0, lease_s=300.0, frame_bytes=2048)
     handoff = Handoff(request.param, LAYOUT, 96, limits)
     yield handoff
     for memory in (handoff.source, handoff.target):
@@ -303,6 +303,7 @@ def test_work_that_never_ends_is_noticed_on_either_side(handoff: Handoff, side: 
             handoff.sent += handoff.sender.pump(handoff.clock())
             handoff.received += handoff.receiver.pump(handoff.clock, 0.005)
             handoff.here.poll(0.002)
+            handoff.ahead_s += 0.5
     assert isinstance(handoff.sent[0], SendFailed)
     assert not any(isinstance(each, Landed) for each in handoff.received)
     if side == "source":

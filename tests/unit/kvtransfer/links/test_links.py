@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from random import Random
@@ -487,8 +487,9 @@ class Handoff:
             self.sender.pump(self.clock())
         self.computed(committed=committed)
 
-    def go(self) -> None:
-        """Run until both sides have reported the end of the transfer."""
+    def go(self, passes_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Run until both sides have reported the end of the transfer, with the clock moved ahead by ``passes_s()`` in
+        each turn."""
         give_up = time.monotonic() + scaled(20.0)
         self.computed()
         while not (self.sent and self.received):
@@ -496,6 +497,7 @@ class Handoff:
             self.sent += self.sender.pump(self.clock())
             self.received += self.receiver.pump(self.clock, 0.005)
             self.here.poll(0.002)
+            self.ahead_s += passes_s()
         assert len(self.sent) == len(self.received) == 1
 
     def close(self) -> None:
@@ -641,12 +643,11 @@ def test_receiver_repeats_accept_once_per_turn() -> None:
 @pytest.mark.parametrize("link", LINKS)
 def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(link: str, right: int) -> None:
     """Also if not even the first frame arrives, although grants and announcements go on."""
-    limits = TransferLimits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
+    limits = TransferLimits(no_progress_s=30.0, renew_s=6.0, resend_s=3.0, lease_s=300.0, frame_bytes=2048)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits)
     try:
         failing = handoff.sender._links[handoff.link] = Failing(handoff.sender._links[handoff.link], right)
-        handoff.go()
-        assert failing.left < 0, "it was spoiled"
+        handoff.go(lambda: 0.5 if failing.left < 0 else 0.0)
         [sent], [received] = handoff.sent, handoff.received
         assert (
             isinstance(sent, SendFailed)
@@ -815,6 +816,26 @@ def test_unreadable_nixl_pool_is_lost_until_reconnected() -> None:
     again = reached(reader, owner, endpoint.announcement, memory)
     assert (had(again.read(np.arange(2), range(32), range(3))) == memory.read(np.arange(2), range(32), range(3))).all()
     for each in (again, reader, endpoint, memory):
+        each.close()
+
+
+@needs_nixl
+@pytest.mark.torch
+def test_connection_to_nixl_pool_that_is_lost_meanwhile_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    owner = new_incarnation()
+    endpoint, reader = nixl.NixlPoolEndpoint(memory, owner), nixl.NixlReader(new_incarnation())
+    pool = reader.reach(owner, endpoint.announcement, memory.layout, 2)
+    connection = nixl.NixlPoolConnection(pool)
+    connection._word._state = "PROC"  # type: ignore[attr-defined]
+
+    def fails(pool: nixl.NixlPool, handle: object) -> str:
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    monkeypatch.setattr(nixl.NixlPool, "state", fails)
+    connection.close()
+    assert pool.lost and not pool._landings
+    for each in (reader, endpoint, memory):
         each.close()
 
 
