@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import asyncio.runners
+import atexit
 import gc
 import os
 import subprocess
@@ -190,8 +191,15 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.02)
 
 
-def pytest_collection(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collect without garbage collection, which would scan the growing lists of tests again and again."""
     selection.forbid_what_is_slow(session.config)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -219,14 +227,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything created at import from garbage collection, so that later collections do not scan it."""
+    """Exempt everything created so far from garbage collection, so that later collections do not scan it.
+
+    At exit it is freed after all: the bindings of Triton, which torch imports, complain of what is not."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let everything be freed at exit: the bindings of Triton, which torch imports, complain of what is not."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
