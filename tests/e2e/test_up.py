@@ -276,7 +276,7 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
 
 def test_a_signal_to_all_of_its_processes_drains_as_one_to_it_does(start: Callable[..., Up]) -> None:
     """systemd and timeout signal all processes, so each child gets that signal and the launcher's."""
-    up = start()
+    up = start("--drain-timeout", str(scaled(60.0)))
     running = ask(up.server(), 800)
     # up to a token from decode: a draining worker accepts nothing new, and must have this request by then
     for _ in range(3):
@@ -366,7 +366,7 @@ def test_a_worker_that_cannot_start_ends_it_in_words(start_quickly: Callable[...
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 8}))
     up = start_quickly(str(model))
-    assert up.process.wait(START_S) == 1
+    assert up.process.wait(scaled(START_S)) == 1
     last = up.said.strip().splitlines()[-3:]
     assert [line.split(":")[0].strip() for line in last] == ["error", "why", "do"], up.said
     assert "Traceback" not in up.said
