@@ -26,10 +26,13 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+def seeds_of(config: pytest.Config) -> int:
+    return SAMPLED_SEEDS if config.getoption("--sample", False) else SEEDS
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "first" in metafunc.fixturenames:
-        seeds = SAMPLED_SEEDS if metafunc.config.getoption("--sample", False) else SEEDS
-        metafunc.parametrize("first", range(0, seeds, CHUNK))
+        metafunc.parametrize("first", range(0, seeds_of(metafunc.config), CHUNK))
 
 
 def test_histories(first: int) -> None:
@@ -38,9 +41,10 @@ def test_histories(first: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def caught() -> set[str]:
-    """Return the bugs caught by their histories in ``tests/golden/mutations.txt``, which pass without the bugs."""
-    command = [sys.executable, "-m", "tests.golden.mutations"]
+def caught(pytestconfig: pytest.Config) -> set[str]:
+    """Return the bugs caught by their histories in ``tests/golden/mutations.txt``, which pass without the bugs (those
+    of small seeds in ``test_histories``)."""
+    command = [sys.executable, "-m", "tests.golden.mutations", str(seeds_of(pytestconfig))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return set(json.loads(done.stdout))

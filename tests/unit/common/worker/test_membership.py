@@ -37,12 +37,12 @@ def test_worker_drops_requests_missing_from_lease(pair: Bench) -> None:
 def test_workers_adopt_times_of_latest_welcome(pair: Bench) -> None:
     """A second coordinator's Welcome, with other times, also takes effect."""
     for name in pair.workers:
-        pair.send(name, Welcome(Incarnation("other"), 20, 4_000, 500))
+        pair.send(name, Welcome(Incarnation("other"), 20, 400_000, 50_000))
     pair.until(lambda: pair.beats >= 40, deadline_s=4)  # at the default of two a second, two workers would send 16
     prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
-    reported = TransferLimits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
+    reported = TransferLimits(no_progress_s=50.0, renew_s=0.02, lease_s=400.0)
     assert prefill.sender._limits == decode.receiver._limits == reported  # type: ignore[attr-defined]
-    assert decode.receiver._sources.lease_s == 4.0  # type: ignore[attr-defined]
+    assert decode.receiver._sources.lease_s == 400.0  # type: ignore[attr-defined]
     request = make_request(50, 4)
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
