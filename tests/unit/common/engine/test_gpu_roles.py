@@ -31,7 +31,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     torch.set_num_threads(1)
     share_pools(monkeypatch)
     bench = Bench()
-    bench.failure_ms = 60_000
     yield bench
     bench.close()
     torch.set_num_threads(threads)

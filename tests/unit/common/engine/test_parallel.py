@@ -178,7 +178,6 @@ def hand_over(
 ) -> None:
     """Serve three requests whose prompts are computed by the first number of ranks, and their tokens by the second."""
     reference, requests = Reference(path), []
-    bench.failure_ms = 60_000  # steps are slow where the ranks' threads take turns
     for role, ranks, block_size in zip(("prefill", "decode"), degrees, (32, 16), strict=True):
         engine = stack.enter_context(split_engine(path, ranks, block_size=block_size, **options))
         bench.add(role, engine, kv_transport=link, max_num_batched_tokens=24)  # type: ignore[arg-type]

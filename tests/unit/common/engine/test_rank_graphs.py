@@ -94,7 +94,6 @@ def serve(bench: Bench, engine: ModelEngine, seed: int) -> list[Request]:
     """Serve requests that come at random times and end at different ones, some of which need more than graphs have;
     return those that were not aborted."""
     rng, kept = random.Random(seed), []
-    bench.failure_ms = 60_000  # steps are slow where the ranks' threads take turns
     bench.add("colocated", engine, max_num_seqs=ROWS)  # type: ignore[arg-type]
     for number in range(9):
         sampling = SamplingParams(
