@@ -201,7 +201,7 @@ def _sampling() -> Iterator[Bad]:
         ("invalid_value", "cache_salt", {"cache_salt": ""}),
         ("invalid_value", "structured_outputs", {"structured_outputs": {}}),
         ("invalid_value", "structured_outputs.regex", {"structured_outputs": {"regex": "("}}),
-        ("grammar_too_complex", "guided_regex", {"guided_regex": "(a{1000}){1000}"}),
+        ("grammar_too_complex", "guided_json", {"guided_json": {"enum": ["x" * 50] * 10_000}}),
     ):
         yield _fields(TEXT, code, param, **fields)
 

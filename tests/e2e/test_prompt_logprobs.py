@@ -93,7 +93,7 @@ async def test_an_echo_has_the_numbers_of_transformers(
     async with system.client() as client:
         body = await whole(client, **fields, n=2)
         chunks = await streamed(client, **fields)
-        await client.until_idle(within_s=2)
+        await client.until_idle(within_s=10)
     assert sorted(chunks) == list(range(len(prompts)))
     for choice in body["choices"]:
         prompt = prompts[choice["index"] // 2]
@@ -114,7 +114,7 @@ async def test_the_field_of_vllm_has_them_after_a_prefix_hit(
     fields = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
     async with system.client() as client:
         await client.complete(**fields)
-        await client.until_idle(within_s=2)
+        await client.until_idle(within_s=10)
         again = await client.complete(**fields)
         scored = await whole(client, **fields, prompt_logprobs=3, n=2)
         chat = await client.chat("The sender holds its blocks", prompt_logprobs=1, max_tokens=2)

@@ -53,7 +53,7 @@ def test_workers_are_children_of_their_launcher_share_its_imports_and_die_with_i
         assert sum("coordinator" in each for each in names) == 1, "it never sees torch, so it is started as usual"
         launcher.kill()
         assert launcher.wait() == -signal.SIGKILL
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + scaled(10.0)
         while not all(map(is_gone, pids)):
             assert time.monotonic() < deadline, "the kernel has not killed them"
             time.sleep(0.02)

@@ -31,7 +31,7 @@ CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0"
 own."""
 
 
-def raw(at: str, say: list[bytes], wait_s: float = WAIT_S) -> dict[str, Any]:
+def raw(at: str, say: list[bytes], wait_s: float) -> dict[str, Any]:
     unix, _, name = at.rpartition("unix:")
     if unix or at.startswith("unix:"):
         dialled = socket.socket(socket.AF_UNIX)
@@ -50,7 +50,7 @@ def raw(at: str, say: list[bytes], wait_s: float = WAIT_S) -> dict[str, Any]:
             for each in say:
                 dialled.sendall(each)
         try:
-            while len(got) < MOST_BYTES:
+            while len(got) < MOST_BYTES and not files:
                 data, passed, _, _ = dialled.recvmsg(4096, socket.CMSG_SPACE(16))
                 for _, _, each in passed:
                     files.frombytes(each)
@@ -90,7 +90,7 @@ def main() -> None:
         os.setresuid(asked["uid"], asked["uid"], asked["uid"])
     say = [bytes.fromhex(each) for each in asked["say"]]
     if asked["how"] == "raw":
-        answer = raw(asked["at"], say)
+        answer = raw(asked["at"], say, asked["wait_s"])
     elif asked["how"] == "greet":
         answer = raw(asked["at"], [CURVE_GREETING], GREET_WAIT_S)
     else:

@@ -26,7 +26,7 @@ RAISES = "ulimit -n"
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[RunningSystem]:
-    with coordinator(tmp_path, "--client-timeout", "2") as system:
+    with coordinator(tmp_path, "--client-timeout", "60") as system:
         yield system
 
 
