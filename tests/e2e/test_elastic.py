@@ -107,7 +107,7 @@ async def test_workers_join_and_leave_a_running_system(
         async with await client.post("/v1/completions", prompt=[9, 9], **FIELDS) as response:
             assert response.status == 503
             assert "decode" in (await response.json())["error"]["message"]
-        assert time.monotonic() - started < 5, "a missing role is answered at once, not at the deadline"
+        assert time.monotonic() - started < 3 + scaled(2), "a missing role is answered at once, not at the deadline"
 
         cluster.start("decode", "d0")
         cluster.start("prefill", "p0", "--block-size", "32")  # workers may differ in block size

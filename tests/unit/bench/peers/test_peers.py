@@ -160,7 +160,7 @@ time.sleep(600)
 
 def test_a_process_is_stopped_with_children_that_do_not_listen() -> None:
     with started("a family", [sys.executable, "-c", _FAMILY]) as process:
-        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
+        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, scaled(30), "")
         os.kill(child, 0)
     deadline = time.monotonic() + scaled(10.0)
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
@@ -179,7 +179,7 @@ def test_process_stop_ends_children_despite_interrupt(
         return end(None)
 
     with started("a family", [sys.executable, "-c", _FAMILY]) as process:
-        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
+        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, scaled(30), "")
         end = process._popen.wait
         with monkeypatch.context() as patched:
             patched.setattr(process._popen, "wait", interrupted)
@@ -207,7 +207,7 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
     asked: list[str] = []
     monkeypatch.setattr(vllm, "is_ready", lambda url, path: asked.append(url + path) is None)
     with started("a family", [sys.executable, "-c", _FAMILY]) as process:
-        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
+        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, scaled(30), "")
         both = (process.pid, child)
         peer = vllm.PeerSystem("http://proxy", [(process, "http://server")])
         peer.resume()
@@ -232,7 +232,7 @@ import os, pathlib, signal, sys
 from bench.load.processes import started
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with started("a family", [sys.executable, "-c", {_FAMILY!r}]) as process:
-    child = process.wait(lambda: process.said().split()[1] if "\\n" in process.said() else None, 30, "")
+    child = process.wait(lambda: process.said().split()[1] if "\\n" in process.said() else None, {scaled(30)}, "")
     process.pause()
     pathlib.Path({str(reported)!r}).write_text(f"{{process.pid}} {{child}}")
     os.kill(os.getpid(), signal.SIGKILL)

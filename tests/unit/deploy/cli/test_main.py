@@ -42,7 +42,7 @@ def tandem(*words: str, stdin: str = "", timeout_s: float = 60, **environ: str) 
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=scaled(timeout_s),
         check=False,
     )
 
