@@ -1,12 +1,15 @@
-"""A process that connects to a socket without authorization and prints what it received.
+"""A process that connects to sockets without authorization and prints what it received at each.
 
-    python stranger.py  < {"uid": null or N, "at": "unix:NAME" or "HOST:PORT", "how": "...", "say": [hex, ...]}
+    python stranger.py  < {"uid": null or N, "attacks": [["unix:NAME" or "HOST:PORT", how], ...],
+                           "say": [[hex, ...], [hex, ...]], "wait_s": seconds, "identity": "..."}
 
-``how``: ``raw`` sends the bytes as they are, ``greet`` sends the greeting of a CURVE peer and waits, ``plain`` is a
-ZeroMQ dealer without keys, ``curve`` is one with newly made keys. Everything is imported before the process becomes
-another user, because that user may not be able to read this directory.
+``how``: ``raw`` sends the bytes of the second list of ``say`` as they are and waits ``wait_s`` for an answer, ``greet``
+sends the greeting of a CURVE peer and waits, ``plain`` is a ZeroMQ dealer without keys that sends the first list,
+``curve`` is one with newly made keys. Everything is imported before the process becomes another user, because that user
+may not be able to read this directory.
 
-Prints {"got": [hex, ...], "files": number of descriptors received, "dialled": whether the connection succeeded}.
+Prints for each attack {"got": [hex, ...], "files": number of descriptors received, "dialled": whether the connection
+succeeded}.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import zmq
@@ -82,20 +86,24 @@ def dealer(at: str, say: list[bytes], identity: bytes, *, keyed: bool) -> dict[s
     return {"got": got, "files": 0, "dialled": True}
 
 
+def attack(at: str, how: str, asked: dict[str, Any]) -> dict[str, Any]:
+    say = [bytes.fromhex(each) for each in asked["say"][how == "raw"]]
+    if how == "raw":
+        return raw(at, say, asked["wait_s"])
+    if how == "greet":
+        return raw(at, [CURVE_GREETING], GREET_WAIT_S)
+    return dealer(at, say, asked["identity"].encode(), keyed=how == "curve")
+
+
 def main() -> None:
     asked = json.load(sys.stdin)
     if asked["uid"] is not None:
         os.setgroups([])
         os.setresgid(asked["uid"], asked["uid"], asked["uid"])
         os.setresuid(asked["uid"], asked["uid"], asked["uid"])
-    say = [bytes.fromhex(each) for each in asked["say"]]
-    if asked["how"] == "raw":
-        answer = raw(asked["at"], say, asked["wait_s"])
-    elif asked["how"] == "greet":
-        answer = raw(asked["at"], [CURVE_GREETING], GREET_WAIT_S)
-    else:
-        answer = dealer(asked["at"], say, asked["identity"].encode(), keyed=asked["how"] == "curve")
-    json.dump(answer, sys.stdout)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda each: attack(*each, asked), asked["attacks"]))
+    json.dump(answers, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -71,12 +71,12 @@ def another_user() -> int:
     return pwd.getpwnam("nobody").pw_uid
 
 
-def dial(at: str, how: str, uid: int | None, wait_s: float = 1.5) -> dict[str, Any]:
-    """Run stranger.py at a socket and return what it received. What it sends raw is answered within ``wait_s``."""
-    old = GOLDEN["protocol"] + 1
-    say = [zmtp(hello())] if how == "raw" else [hello(), hello(protocol=old)]
+def dial(attacks: Sequence[tuple[str, str]], uid: int | None, wait_s: float = 1.5) -> list[dict[str, Any]]:
+    """Run stranger.py at sockets (where and how) and return what it received at each. What it sends raw is answered
+    within ``wait_s``."""
+    say = [[hello(), hello(protocol=GOLDEN["protocol"] + 1)], [zmtp(hello())]]
     incarnation = msgpack.unpackb(bytes.fromhex(GOLDEN["messages"]["hello"])[_DIGEST_BYTES:])[3]
-    asked = {"uid": uid, "at": at, "how": how, "wait_s": wait_s, "say": [each.hex() for each in say]}
+    asked = {"uid": uid, "attacks": attacks, "wait_s": wait_s, "say": [[each.hex() for each in part] for part in say]}
     done = subprocess.run(
         [sys.executable, str(STRANGER)],
         input=json.dumps(asked | {"identity": f"decode-0|{incarnation}|x"}),
@@ -205,8 +205,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: RunningSystem, wh
     attacks = [(at, how) for at in sockets for how in ("raw", "greet", "plain", "curve")]
     if uid is None:  # a process of this user may have the pool
         attacks = [each for each in attacks if sockets[each[0]] != "prefill-0"]
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda attack: dial(*attack, uid), attacks))
+    answers = dial(attacks, uid)
     for (at, how), answer in zip(attacks, answers, strict=True):
         got = b"".join(bytes.fromhex(each) for each in answer["got"])
         where = f"{how} at {at} of {sockets[at]}: {got!r}"
@@ -233,7 +232,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: RunningSystem, wh
 def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: RunningSystem) -> None:
     """Shows that the test above can fail: a process of this user does receive the pool's descriptor."""
     (endpoint,) = (at for at, label in listening(system).items() if label == "prefill-0")
-    assert dial(endpoint, "raw", None, scaled(20.0))["files"] == 1
+    assert dial([(endpoint, "raw")], None, scaled(20.0))[0]["files"] == 1
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
