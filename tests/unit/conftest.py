@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common.grammar import masks
 from tests.fakes.oracle import OracleEngine
 from tests.leaked_keys import keygen
 from tests.unit.gateway_harness import GatewayHarness
@@ -39,6 +40,12 @@ def pair(request: pytest.FixtureRequest, bench: Bench) -> Bench:
     bench.add("prefill", OracleEngine(256, 16), kv_transport=request.param)
     bench.add("decode", OracleEngine(128, 32), kv_transport=request.param)
     return bench
+
+
+@pytest.fixture
+def patient_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give token masks a minute: on a busy machine, threads of low priority may wait for seconds."""
+    monkeypatch.setattr(masks, "GIVE_UP_S", 60.0)
 
 
 @pytest.fixture(scope="module")

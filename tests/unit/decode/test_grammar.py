@@ -23,6 +23,7 @@ from tests.schemas import Schema, random_schema, schema_grammar
 from tests.seeds import seeds
 from tests.unit.workers import Bench
 
+pytestmark = pytest.mark.usefixtures("patient_masks")
 _numbers = itertools.count(1 << 32)
 SCHEMA: Schema = {
     "type": "object",

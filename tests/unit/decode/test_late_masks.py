@@ -20,6 +20,7 @@ from tests.pace import scaled
 from tests.unit.decode.test_grammar import again, make, outputs, run_alone
 from tests.unit.workers import Bench, make_request
 
+pytestmark = pytest.mark.usefixtures("patient_masks")
 ROLES = ("colocated", "prefill", "decode")
 
 

@@ -27,6 +27,7 @@ from tests.schemas import random_schema, schema_grammar
 from tests.seeds import seeds
 from tests.unit.common.engine.test_device_steps import make_engine
 
+pytestmark = pytest.mark.usefixtures("patient_masks")
 MOST, ROWS, TABLE = 120, 8, 9
 """Most output tokens, sequences of a step, and blocks of each."""
 
@@ -231,6 +232,7 @@ def test_slow_masks_fail_their_request_after_two(engine: ModelEngine, monkeypatc
 def test_a_mask_that_never_comes_fails_its_request(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Event()
     monkeypatch.setattr(masks, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(Grammars, "wait_s", 0.1)
     monkeypatch.setattr(Matcher, "fill", lambda self, mask: gate.wait(30))
     one = make(constrained('start: "a"'))
     _, result = step(engine, [one])
