@@ -77,10 +77,10 @@ def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster_key: Pat
             for each, name in ((address, b"far"), (near, b"near")):
                 with prefill.dealer(each, name) as dealer:
                     dealer.send(b"message")
-                    assert router.poll(5000)
+                    assert router.poll(30_000)
                     assert here.take(router) == ("prefill" if keyed else None, [name, b"message"])
                     router.send_multipart([name, b"answer"])
-                    assert dealer.poll(5000) and dealer.recv() == b"answer"
+                    assert dealer.poll(30_000) and dealer.recv() == b"answer"
             assert not router.poll(100)
     finally:
         for each in (here, prefill, stranger):
@@ -122,16 +122,16 @@ def test_router_reads_reconnected_peer_before_old_disconnect() -> None:
         with router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connected:
             old = connect_dealer(context, address, b"peer")
             old.send(b"before")
-            assert router.poll(5000) and router.recv_multipart() == [b"peer", b"before"]
-            assert connected.poll(5000) and connected.recv_multipart()
+            assert router.poll(30_000) and router.recv_multipart() == [b"peer", b"before"]
+            assert connected.poll(30_000) and connected.recv_multipart()
             with connect_dealer(context, address, b"peer") as new:
-                assert connected.poll(5000)  # the router has not processed this and knows only the old connection
+                assert connected.poll(30_000)  # the router has not processed this and knows only the old connection
                 router.disable_monitor()
                 old.close(linger=0)
                 new.send(b"after")
-                assert router.poll(5000) and router.recv_multipart() == [b"peer", b"after"]
+                assert router.poll(30_000) and router.recv_multipart() == [b"peer", b"after"]
                 router.send_multipart([b"peer", b"answer"])
-                assert new.poll(5000) and new.recv() == b"answer"
+                assert new.poll(30_000) and new.recv() == b"answer"
 
 
 def test_heartbeat_thread_answers_ping_at_once() -> None:
@@ -140,7 +140,7 @@ def test_heartbeat_thread_answers_ping_at_once() -> None:
     heartbeat_thread = channels.heartbeat_thread(address, b"heartbeats", 3600.0, Ping)
     try:
         for number in (0, 5):
-            assert router.poll(5000)
+            assert router.poll(30_000)
             peer, beat = router.recv_multipart()
             assert decode(beat, ToHeartbeatThread) == Ping(number)
             assert send(router, Ping(5), peer)
@@ -264,7 +264,7 @@ def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster_ke
         with contextlib.suppress(zmq.Again):  # it may have been rejected already
             unknown.send(b"from whom", zmq.NOBLOCK)
         peer.send(b"known")
-        assert router.poll(5000)
+        assert router.poll(30_000)
         assert decode.take(router) == ("prefill", [b"peer", b"known"])
         assert not router.poll(100)
     finally:
@@ -288,7 +288,7 @@ def ends() -> Iterator[tuple[Channels, Channels]]:
 def read(socket: BoundedSocket, received: list[int], copy: bool = True) -> list[Any]:
     """Return the next message, or [] while one is being dropped; the number of parts read must be bounded."""
     before = len(received)
-    assert socket.poll(5000)
+    assert socket.poll(30_000)
     parts = socket.recv_multipart(zmq.NOBLOCK, copy)
     assert len(received) - before <= max(DROPPED_PARTS, socket.most_parts + 1)
     return [part if copy else part.bytes for part in parts]
@@ -351,7 +351,7 @@ def test_router_reads_peer_that_reconnects_during_oversized_message(
         assert len(read(router, received)) == router.most_parts + 1 and connected.recv_multipart()
         with ends[1].dealer(address, b"name") as new:
             new.send(b"after")
-            assert connected.poll(5000)
+            assert connected.poll(30_000)
             old.close(linger=0)
             while (parts := read(router, received)) == []:
                 pass

@@ -521,7 +521,7 @@ class HeldMessages:
     def getsockopt(self, option: int) -> int:
         assert option == zmq.EVENTS
         while self.count:
-            assert self.socket.poll(5000), f"{self.count} more messages were to come"
+            assert self.socket.poll(30_000), f"{self.count} more messages were to come"
             parts = self.socket.recv_multipart(copy=False)
             if len(parts) == 2 and isinstance(decode(parts[1].buffer, ToDecode, MAX_HANDOFF_BYTES), Open):
                 continue
