@@ -46,6 +46,7 @@ def test_part(name: str) -> None:
         pytest.fail(words, pytrace=False)
 
 
+@pytest.mark.slow
 def test_transcripts() -> None:
     """Transcripts are unchanged, and together reach every place that refuses a request (recorded once for both)."""
     with adapter.watched_refusals() as reached:

@@ -35,6 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("first", range(0, seeds_of(metafunc.config), CHUNK))
 
 
+@pytest.mark.slow
 def test_histories(first: int) -> None:
     done = simulate("--seeds", f"{first}:{first + CHUNK}", "--jobs", "1", "--golden")
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
