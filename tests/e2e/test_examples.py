@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -96,8 +98,10 @@ def is_ready(server: HttpClient) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    with_port = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in with_port]
-    for each in with_port:
-        each.close()
-    return ports
+    """Return ports that are free now, below those from which systems choose: another test could get one of them."""
+    ports = set[int]()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.add(port)
+    return list(ports)
