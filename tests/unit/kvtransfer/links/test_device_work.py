@@ -29,7 +29,16 @@ from kvtransfer.session import TransferLimits
 from tests.fakes.device_calls import FAILS, LOST, FakeDevice, FakeGpuMemory, Job
 from tests.fakes.oracle import OracleEngine
 from tests.pace import scaled
-from tests.unit.kvtransfer.links.test_links import LAYERS, TARGET_TABLES, TRANSFER, Halves, Handoff, halves, pool
+from tests.unit.kvtransfer.links.test_links import (
+    LAYERS,
+    TARGET_TABLES,
+    TRANSFER,
+    Halves,
+    Handoff,
+    halves,
+    limits_of,
+    pool,
+)
 from tests.unit.workers import Bench, make_request
 
 LAYOUT = KvLayout(LAYERS, "float32", 16)
@@ -343,7 +352,7 @@ def test_auto_chooses_by_the_devices_of_both_ends(
     layouts = [KvLayout(LAYERS, dtype, 16) for dtype in dtypes]
     kinds = {("gpu", "gpu"): "pinned", ("gpu", "host"): "from-gpu", ("host", "gpu"): "to-gpu", ("host", "host"): "shm"}
     memories = [pool(kinds[ends], end, layout, 6) for end, layout in zip(("source", "target"), layouts, strict=True)]
-    handoff = Handoff("auto", layouts[0], 96, TransferLimits(), memories=(memories[0], memories[1]))
+    handoff = Handoff("auto", layouts[0], 96, limits_of(), memories=(memories[0], memories[1]))
     try:
         handoff.source.raw[:] = 0
         handoff.go()
@@ -374,7 +383,7 @@ def test_a_gpu_whose_memory_cannot_be_exported_sends_through_host_memory(monkeyp
 
     monkeypatch.setattr(FakeDevice, "export", refused)
     memories = FakeGpuMemory(LAYOUT, 6), FakeGpuMemory(LAYOUT, 6)
-    handoff = Handoff("auto", LAYOUT, 96, TransferLimits(), memories=memories)
+    handoff = Handoff("auto", LAYOUT, 96, limits_of(), memories=memories)
     try:
         handoff.go()
         assert isinstance(handoff.sent[0], Shipped) and handoff.sent[0].link == "zmq"

@@ -30,7 +30,7 @@ LAYOUT = KvLayout((LayerLayout(2, 4, 4),) * 4, "float32", 16)
 TOKENS, BLOCKS = 64, 4
 TABLE = [BlockId(block) for block in range(BLOCKS)]
 TOKEN = b"known to both ends"
-LIMITS = TransferLimits(frame_bytes=512)
+LIMITS = TransferLimits(no_progress_s=60.0, lease_s=240.0, frame_bytes=512)
 
 
 @pytest.fixture(autouse=True)

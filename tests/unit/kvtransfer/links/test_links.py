@@ -428,6 +428,11 @@ DIRECTED = ["shm", "memory", "cuda-ipc", NIXL]
 LINKS = ["zmq", "pinned", *DIRECTED, NCCL]
 
 
+def limits_of(**changes: Any) -> TransferLimits:
+    """Return limits with which no load is taken for a hand-off that makes no progress."""
+    return TransferLimits(**{"no_progress_s": 60.0, "lease_s": 240.0, **changes})
+
+
 class Handoff:
     """A sender and a receiver on real sockets, with one transfer between them."""
 
@@ -559,7 +564,7 @@ def test_receiver_combines_acks_of_one_turn(
 ) -> None:
     monkeypatch.setattr(receiver, "ACKNOWLEDGED_BYTES", at_once)
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    handoff = Handoff("shm", layout, 64, limits_of(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=committed)
         said, held = list[object](), HeldMessages(handoff.receiver._socket, FRAMES + committed)
@@ -583,7 +588,7 @@ def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str,
     """A link whose sender checksums the source at the commit notices a later change; a link that checksums its own copy
     is not affected by one."""
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff(link, layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    handoff = Handoff(link, layout, 64, limits_of(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     late = handoff.link == shm.NAME
     try:
         handoff.send(committed=False)
@@ -610,7 +615,7 @@ def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyP
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
     size = layout.range_bytes(0, 1, 64)
     monkeypatch.setattr(sender, "UNSUMMED_BYTES", size)
-    handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=size // shm.ONE_PASS_GRAIN))
+    handoff = Handoff("shm", layout, 64, limits_of(frame_bytes=size // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=False)
         session = handoff.sender._outgoing[handoff.transfer].session
@@ -623,7 +628,7 @@ def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyP
 
 def test_receiver_repeats_accept_once_per_turn() -> None:
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    handoff = Handoff("shm", layout, 64, limits_of(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=True)
         with mock.patch.object(handoff.receiver, "_reply"):  # the answer is lost
@@ -662,7 +667,7 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
 @pytest.mark.parametrize("to", NOWHERE)
 @pytest.mark.parametrize("link", DIRECTED)
 def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: str, to: str) -> None:
-    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, TransferLimits(resend_s=0.05))
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits_of(resend_s=0.05))
     try:
         handoff.sender._links[handoff.link] = Lying(handoff.sender._links[handoff.link], to)
         handoff.go()
@@ -682,7 +687,7 @@ def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: st
 @pytest.mark.parametrize("link", LINKS)
 def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: str, fault: str) -> None:
     channels = FaultyChannels(FaultRates(**{fault: 0.3}), Random(5))
-    limits = TransferLimits(resend_s=0.02, frame_bytes=512)
+    limits = limits_of(resend_s=0.02, frame_bytes=512)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits, channels)
     try:
         handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
@@ -699,7 +704,7 @@ def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: st
 def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
     layout = KvLayout((LayerLayout(64, 256, 256), LayerLayout(1, 16, 16)), "float32", 128)
     assert layout.range_bytes(0, 1, layout.block_size) > MAX_FRAME_BYTES
-    handoff = Handoff(link, layout, 200, TransferLimits())
+    handoff = Handoff(link, layout, 200, limits_of())
     try:
         handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
         handoff.go()
@@ -908,7 +913,7 @@ def test_stopped_nixl_sender_blocks_no_reader_and_leaks_no_memory(
 def test_handoff_with_lost_pool_fails_at_once_and_next_reconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, TransferLimits())
+    handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, limits_of())
     start, starts = nixl.NixlPool.start, []
 
     def fails_once(pool: nixl.NixlPool, *arguments: Any) -> tuple[Any, str]:
