@@ -136,7 +136,7 @@ def _shared_descriptors() -> dict[Any, str]:
 
 def _is_of_others(segment: str) -> bool:
     """Return whether only processes outside this one's family map the segment. /dev/shm is shared with test runs beside
-    this one; a segment that no process maps is reported."""
+    this one; a segment that no process maps is reported, unless it is gone after all have been looked at."""
     me = psutil.Process()
     family = {me.pid, *(child.pid for child in me.children(recursive=True))}
     try:
@@ -151,7 +151,7 @@ def _is_of_others(segment: str) -> bool:
             continue
         if any("/dev/shm/" in line and mapped in line for line in lines):
             mapping.add(pid)
-    return bool(mapping) and not mapping & family
+    return not mapping & family if mapping else not os.path.exists(segment)
 
 
 def _children() -> dict[Any, str]:
