@@ -109,6 +109,8 @@ async def _serve(
                 launcher.follow(services.registry.absent.reported(services.dispatcher.gateway.clock))
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
+            for remark in services.model.checkpoint.remarks() if launcher is None else ():
+                log.info("%s", remark)
             if services.dispatcher.gateway.channels.keys is None:
                 log.warning(
                     "without --cluster-key-file every user of this machine can join as a worker and read prompts"

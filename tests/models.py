@@ -199,7 +199,7 @@ def make_model(kind: str, directory: Path, **overrides: Any) -> Path:
     _draw_weights(model, seed=zlib.crc32(kind.encode()))
     tokenizer = make_tokenizer()
     if model.can_generate():
-        model.generation_config.eos_token_id = EOS
+        model.generation_config.eos_token_id = [EOS, EOS]  # a list is complete: the template's <|end|> is not added
         model.generation_config.bos_token_id, model.generation_config.pad_token_id = BOS, PAD
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)

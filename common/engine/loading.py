@@ -172,7 +172,7 @@ def _budget(
     layout = KvLayout(layers, dtype, block_size)
     return fit(
         layout, checkpoint.max_position, max_model_len, kv_bytes=room, num_kv_blocks=num_kv_blocks,
-        limit=checkpoint.position_limit,
+        limit=checkpoint.position_limit, scaling=checkpoint.scaling,
     )  # fmt: skip
 
 

@@ -38,18 +38,20 @@ def fit(
     kv_bytes: int,
     num_kv_blocks: int | None = None,
     limit: int | None = None,
+    scaling: str = "",
 ) -> Budget:
     """Size a pool of ``kv_bytes`` bytes, or of exactly ``num_kv_blocks`` blocks.
 
     ``model_length`` is the model's own context in tokens, ``limit`` the longest allowed ``max_model_len`` (default: the
-    model's own). Raises StartError if ``max_model_len`` exceeds it or if one full-length request does not fit.
+    model's own), ``scaling`` why that is longer (:func:`common.checkpoint.context.limit`). Raises StartError if
+    ``max_model_len`` exceeds it or if one full-length request does not fit.
     """
     blocks = num_kv_blocks or kv_bytes // layout.block_bytes
     limit = limit or model_length
     if max_model_len is not None and max_model_len > limit:
         raise StartError(
             f"cannot serve {max_model_len:,} tokens of context",
-            f"the model was made for {limit:,}",
+            f"the model was made for {model_length:,}" + (f"; {scaling}" if scaling else ""),
             f"use --max-model-len {limit} or less",
         )
     room = blocks * layout.block_size
@@ -66,4 +68,6 @@ def fit(
     notes = [f"KV pool {size}: {room:,} tokens, {room // wanted} full-length requests"]
     if max_model_len is None and wanted < model_length:
         notes.append(f"max-model-len {wanted:,}: the model's {model_length:,} limited to what the pool holds")
+    elif max_model_len is None and scaling:
+        notes.append(f"max-model-len {wanted:,}: {scaling}, give --max-model-len up to that for longer requests")
     return Budget(blocks, wanted, tuple(notes))

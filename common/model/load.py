@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import nn
 
 from common.attention.interface import ATTENTION, from_transformers
 from common.checkpoint.files import Checkpoint
+from common.checkpoint.weights import indexed_files
 from common.core.errors import StartError
 from common.kv.budget import human_bytes
 from common.kv.storage.tensors import DTYPES
@@ -51,21 +53,42 @@ def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None =
 
 def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = False) -> nn.Module:
     """Return the model in ``dtype``, in evaluation mode, calling our attention; StartError if it cannot be loaded."""
-    auto = quiet_transformers().AutoModelForCausalLM
+    transformers = quiet_transformers()
+    auto, how = transformers.AutoModelForCausalLM, {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
+    local = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    directory = checkpoint.model_directory
     try:
-        model, info = auto.from_pretrained(
-            checkpoint.path,
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        if _finds_weights(checkpoint):
+            model, info = auto.from_pretrained(directory, output_loading_info=True, **how, **local)
+        else:
+            config = transformers.AutoConfig.from_pretrained(directory, **local)
+            with torch.device("meta"):
+                whole = auto.from_config(config, trust_remote_code=trust_remote_code, **how)
+            model, info = type(whole).from_pretrained(
+                None, config=config, state_dict=dict(_slices(checkpoint)), output_loading_info=True, **how
+            )
     except Exception as error:  # configuration and modelling code may raise anything
         raise unloadable(checkpoint, error) from error
     check_complete(checkpoint, info)
     frozen: nn.Module = model.eval().requires_grad_(False)
     return frozen
+
+
+def _finds_weights(checkpoint: Checkpoint) -> bool:
+    """Return whether transformers, given the directory, loads exactly the chosen weight files."""
+    directory = checkpoint.model_directory
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return checkpoint.weight_files == (single,)
+    return [path.name for path in checkpoint.weight_files] == list(indexed_files(directory))
+
+
+def _slices(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    """Yield the weights by name, read when transformers asks for them."""
+    for path in checkpoint.weight_files:
+        file = safe_open(path, framework="pt")
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_slice(name)
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:

@@ -188,7 +188,7 @@ def load_share(
     how = {"attn_implementation": ATTENTION, "dtype": DTYPES[dtype]}
     try:
         config = config or transformers.AutoConfig.from_pretrained(
-            checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
+            checkpoint.model_directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
         with torch.device("meta"):
             whole = auto.from_config(config, trust_remote_code=trust_remote_code, **how)

@@ -39,7 +39,7 @@ def check_split(
     try:
         config = _shortened(
             quiet_transformers().AutoConfig.from_pretrained(
-                checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
+                checkpoint.model_directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
         )
         split, plan = load_share(checkpoint, dtype, collective, trust_remote_code, config)
@@ -64,7 +64,7 @@ def check_split(
 def load_whole(checkpoint: Checkpoint, dtype: str, config: Any, trust_remote_code: bool) -> Any:
     """Return the model that ``config`` describes, in one piece."""
     model: Any = quiet_transformers().AutoModelForCausalLM.from_pretrained(
-        checkpoint.path, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION,
+        checkpoint.model_directory, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code, local_files_only=True,
     )  # fmt: skip
     return model.eval()

@@ -83,7 +83,8 @@ class ServedModel:
         if config.max_model_len and config.max_model_len > checkpoint.position_limit:
             raise StartError(
                 f"--max-model-len {config.max_model_len} is too long",
-                f"{self.name} was made for {checkpoint.position_limit} tokens",
+                f"{self.name} was made for {checkpoint.max_position:,} tokens"
+                + (f"; {checkpoint.scaling}" if checkpoint.scaling else ""),
                 f"give at most {checkpoint.position_limit}",
             )
         parsers = f"{config.tool_call_parser} {config.reasoning_parser}"  # calls are constrained to their format

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from errno import EADDRNOTAVAIL
 
@@ -24,13 +24,15 @@ PROCESS_BYTES = 256 << 20
 
 
 @contextlib.contextmanager
-def check_up(config: UpConfig, places: Sequence[Place]) -> Iterator[UpConfig]:
+def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], object] = str) -> Iterator[UpConfig]:
     """Check the start of workers at ``places`` and yield ``config`` with free ports in place of port 0. The ports are
-    reserved within the block. Raises StartError."""
+    reserved within the block. Calls ``say`` with what is to be known about the checkpoint. Raises StartError."""
     config.check_binds()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     check_memory(checkpoint, config, len(places), places)
     check_text(checkpoint, config)
+    for remark in checkpoint.remarks():
+        say(remark)
     if config.port == config.control_port != 0:
         raise StartError(
             f"--port and --control-port are both {config.port}", "each needs its own", "change one of the two"
@@ -95,6 +97,7 @@ def check_memory(
             kv_bytes=_most_for_kv(checkpoint, config, workers, place, dtype),
             num_kv_blocks=config.num_kv_blocks,
             limit=checkpoint.position_limit,
+            scaling=checkpoint.scaling,
         )
         if place.gpu is None:
             _check_host(checkpoint, plan.blocks * layout.block_bytes, coming.count(place), _ranks(config))

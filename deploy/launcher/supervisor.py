@@ -53,11 +53,12 @@ def run(config: UpConfig) -> int:
     config, notice = builtin.with_model(config, os.environ)
     gpus, why = allowed_gpus(config)
     fleet = plan(config, gpus)
-    with check_up(config, [member.place for member in fleet]) as config:
+    remarks = list[str]()
+    with check_up(config, [member.place for member in fleet], remarks.append) as config:
         origin = f" ({config.model})" if config.model != config.served_name else ""
         screen.begin(f"tandem: {config.served_name}{origin}", notice)
-        if why and not gpus:
-            screen.fact(why)
+        for fact in (*([why] if why and not gpus else []), *remarks):
+            screen.fact(fact)
         try:
             return asyncio.run(Supervisor(config, fleet, screen).run())
         finally:

@@ -43,7 +43,8 @@ def fake_checkpoint(directory: Path, **generation: Any) -> Path:
         "num_attention_heads": 2,
         "hidden_size": 32,
     }
-    files = {"tokenizer_config": settings, "config": config, "generation_config": {"eos_token_id": EOS, **generation}}
+    generation = {"eos_token_id": [EOS, EOS]} | generation  # a list is complete: the template's <|end|> is not added
+    files = {"tokenizer_config": settings, "config": config, "generation_config": generation}
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()

@@ -1,0 +1,50 @@
+"""How many tokens of context a model was made for, and how many its rotary scaling reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_FALLBACK = 2048
+_ALREADY_SCALED = ("gemma3", "gemma3_text")
+"""Model types whose ``max_position_embeddings`` includes the factor of their linear scaling."""
+
+
+def made_for(config: Mapping[str, Any]) -> int:
+    """Return the model's own context length in tokens. ``config``: that of the language model."""
+    return next((int(config[key]) for key in _LENGTHS if isinstance(config.get(key), int)), _FALLBACK)
+
+
+def limit(config: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the longest context that can be served in tokens, and why it is longer than :func:`made_for` ("" if it is
+    not).
+
+    With ``yarn`` it is the original length times the factor, with ``linear`` and ``dynamic`` scaling the model's length
+    times the factor; ``llama3`` and ``longrope`` models have the scaled length in their configuration. vLLM has the
+    same rules."""
+    own = most = made_for(config)
+    kind = ""
+    for scaling in _scalings(config):
+        name, factor = str(scaling.get("rope_type", scaling.get("type", ""))), scaling.get("factor")
+        if not isinstance(factor, int | float) or not factor > 1:
+            continue
+        start = own
+        if name == "yarn":
+            given = scaling.get("original_max_position_embeddings")
+            start = given if isinstance(given, int) else own
+        elif name not in ("linear", "dynamic") or config.get("model_type") in _ALREADY_SCALED:
+            continue
+        if start * factor > most:
+            most, kind = int(start * factor), name
+    return most, f"its {kind} scaling reaches {most:,}" if kind else ""
+
+
+def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters: one set, or one per type of layer."""
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key)
+        if isinstance(found, dict) and found:
+            nested = [each for each in found.values() if isinstance(each, dict)]
+            yield from nested or [found]
+            return

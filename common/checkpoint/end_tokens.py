@@ -1,0 +1,106 @@
+"""Which token ids end a sequence, and which file of the checkpoint says so.
+
+Many checkpoints name their end-of-turn token only in the tokenizer's settings or in the chat template. A chat with
+such a model would run to the end of its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.json_files import read_json
+from common.checkpoint.token_files import added_tokens, template_text, token_text, vocabulary_id
+
+SPELLINGS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>"),
+    *("<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|eot|>"),
+    *("<｜end▁of▁sentence｜>", "[e~[", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|endofturn|>"),
+)
+"""Spellings of tokens that end a turn, if the tokenizer has them as added tokens and the chat template writes them."""
+_WORD_START = "▁"
+
+
+@dataclass(frozen=True)
+class EndToken:
+    """A token that ends a sequence: its id, its text ("" if it is not an added token) and where it is declared."""
+
+    id: int
+    text: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.text or 'token'} ({self.id}, {self.why})"
+
+
+def find_end_tokens(
+    directory: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any]
+) -> tuple[tuple[EndToken, ...], tuple[str, ...]]:
+    """Return the tokens that end a sequence, without duplicates, and notes on declared ones that cannot.
+
+    They are, in this order: the ids of generation_config.json, or of config.json if that names none; ``eos_token`` of
+    the tokenizer; and the end-of-turn tokens of the chat template, unless generation_config.json lists several ids and
+    so is complete. Raises StartError if a file cannot be read."""
+    added, notes = added_tokens(directory), list[str]()
+    texts = {index: text for text, index in added.items()}
+    found = dict[int, EndToken]()
+    vocab = _text_config(config).get("vocab_size")
+    for index, why in (*_of_configuration(config, generation_config), *_of_tokenizer(directory, added)):
+        if isinstance(vocab, int) and not 0 <= index < vocab:
+            notes.append(f"{why} names the end token {index}, but the vocabulary has {vocab:,} tokens: ignored")
+        else:
+            found.setdefault(index, EndToken(index, texts.get(index, ""), why))
+    declared = generation_config.get("eos_token_id")
+    if not (isinstance(declared, list) and len(declared) > 1):
+        for text in _of_template(directory, added):
+            found.setdefault(added[text], EndToken(added[text], text, "chat template"))
+    return tuple(found.values()), tuple(dict.fromkeys(notes))
+
+
+def _of_configuration(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    named = (("generation_config.json", generation), ("config.json", config), ("config.json", _text_config(config)))
+    for file, source in named:
+        value = source.get("eos_token_id")
+        ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+        yield from ((each, file) for each in ids)
+        if ids:
+            return
+
+
+def _of_tokenizer(directory: Path, added: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    """Yield the id of ``eos_token``. A word or a sign of the ordinary vocabulary, which some checkpoints declare, is
+    none: it would end answers within a sentence."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        text = token_text((read_json(directory / file) or {}).get("eos_token"))
+        if not text:
+            continue
+        index = added.get(text)
+        if index is None and not _is_word_or_sign(text):
+            index = vocabulary_id(directory, text)
+        if index is not None:
+            yield index, file
+        return
+
+
+def _is_word_or_sign(text: str) -> bool:
+    letters = text.replace(_WORD_START, "")
+    return letters.isalnum() or not any(map(str.isalnum, letters))
+
+
+def _of_template(directory: Path, added: Mapping[str, int]) -> Iterator[str]:
+    """Yield the end-of-turn tokens that the chat templates write. ``<|end|>`` ends a message, but no turn, where other
+    tokens end turns (the harmony format)."""
+    candidates = [text for text in SPELLINGS if text in added]
+    if not candidates:
+        return
+    if {"<|return|>", "<|call|>"} <= added.keys() or {"<|calls|>", "<|flush|>"} <= added.keys():
+        candidates = [text for text in candidates if text != "<|end|>"]
+    template = template_text(directory)
+    yield from (text for text in candidates if text in template)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config

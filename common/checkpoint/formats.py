@@ -1,0 +1,147 @@
+"""In which format a checkpoint stores its weights, as far as its configuration says, and which formats are served.
+
+``quantization_config`` of config.json names the method. Methods that are not read are refused with what they are and
+what to use in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from common.core.errors import StartError
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """The file format (``container``), the method of quantization ("" for none), its settings as in the checkpoint, and
+    a description in words (``shown``), such as "GPTQ 4-bit, groups of 128"."""
+
+    container: Literal["safetensors", "gguf"]
+    method: str
+    shown: str
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+SAFETENSORS = WeightFormat("safetensors", "", "safetensors")
+GGUF = WeightFormat("gguf", "gguf", "GGUF")
+SERVED_METHODS = frozenset({""})
+"""Methods whose weights the engine loads."""
+KNOWN_METHODS = frozenset({"gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf"})
+"""Methods that :func:`read_format` describes; every other one is refused."""
+INSTEAD = "use the model's unquantized checkpoint, with --quantization int8 if memory is short"
+
+_REFUSED = {
+    "bitsandbytes": ("bitsandbytes", "only its own CUDA kernels read them"),
+    "aqlm": ("AQLM", "their codebooks need kernels of their own"),
+    "quip": ("QuIP#", "their codebooks need kernels of their own"),
+    "vptq": ("VPTQ", "their codebooks need kernels of their own"),
+    "spqr": ("SpQR", "their sparse outliers need kernels of their own"),
+    "higgs": ("HIGGS", "their codebooks need kernels of their own"),
+    "hqq": ("HQQ", "they are pickled objects of its library"),
+    "quanto": ("Quanto", "they are objects of its library"),
+    "torchao": ("torchao", "they are pickled objects of its library"),
+    "eetq": ("EETQ", "only its own CUDA kernels read them"),
+    "exl2": ("EXL2", "only ExLlamaV2 reads them"),
+    "exl3": ("EXL3", "only ExLlamaV3 reads them"),
+    "bitnet": ("BitNet", "ternary weights need layers of their own"),
+    "fp_quant": ("FP-Quant", "only its own CUDA kernels read them"),
+    "modelopt": ("ModelOpt", "its formats of scales are not read"),
+    "modelopt_fp4": ("NVFP4", "blocks with two levels of 8-bit float scales are not read"),
+    "auto-round": ("AutoRound", "its format of mixed packings is not read"),
+    "intel/auto-round": ("AutoRound", "its format of mixed packings is not read"),
+}
+_COMPRESSED_REFUSED = {
+    "nvfp4-pack-quantized": "NVFP4",
+    "marlin-24": "2:4 sparse Marlin",
+    "sparse-bitmask": "sparse",
+    "sparse-24-bitmask": "2:4 sparse",
+}
+"""Formats inside compressed-tensors that are not read."""
+
+
+def read_format(config: Mapping[str, Any], model: str = "this checkpoint") -> WeightFormat:
+    """Return the format of the weights of a transformers checkpoint. Raises StartError if it is one that cannot be
+    read, now or later."""
+    settings = _settings(config)
+    if settings is None:
+        return SAFETENSORS
+    method = str(settings.get("quant_method") or ("compressed-tensors" if "config_groups" in settings else ""))
+    if "nvfp4" in str(settings.get("quant_algo", "")).lower():
+        method = "modelopt_fp4"
+    if method not in KNOWN_METHODS - {"gguf"}:
+        name, why = _REFUSED.get(method, (method or "an unnamed method", "this method is not read"))
+        raise _refused(model, f"its weights are quantized with {name}: {why}")
+    if why := _unreadable(method, settings):
+        raise _refused(model, f"its weights are quantized with {why}, a packing that is not read")
+    return WeightFormat("safetensors", method, " ".join(_described(method, settings)), settings)
+
+
+def check_served(weights: WeightFormat, model: str) -> None:
+    """Raise StartError if the engine does not load ``weights``."""
+    if weights.method not in SERVED_METHODS:
+        why = f"its weights are in {weights.shown}, which Tandem does not serve yet"
+        raise StartError(f"cannot serve {model}", why, INSTEAD)
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    found = config.get("quantization_config") or config.get("compression_config") or nested
+    if not found:
+        return None
+    return found if isinstance(found, dict) else {}
+
+
+def _unreadable(method: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a packing inside ``method`` that is not read, "" if it is read."""
+    packing = str(settings.get("checkpoint_format") or settings.get("format") or "").lower()
+    match method:
+        case "gptq" if "marlin" in packing or settings.get("is_marlin_format"):
+            return "GPTQ, repacked for Marlin kernels"
+        case "awq" if (version := str(settings.get("version") or "gemm").lower()) != "gemm":
+            return f"AWQ {version}"
+        case "compressed-tensors" if named := next(filter(None, map(_COMPRESSED_REFUSED.get, _formats(settings))), ""):
+            return f"compressed-tensors, {named}"
+        case "fp8" if settings.get("fmt", "e4m3") != "e4m3":
+            return f"fp8 {settings['fmt']}"
+    return ""
+
+
+def _formats(settings: Mapping[str, Any]) -> Iterator[str]:
+    yield str(settings.get("format") or "")
+    for group in _groups(settings):
+        yield str(group.get("format") or "")
+
+
+def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups")
+    return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+
+
+def _described(method: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words that describe a format."""
+    match method:
+        case "gptq" | "awq":
+            bits, group = settings.get("bits", settings.get("w_bit", 4)), settings.get("group_size", 128)
+            yield f"{method.upper()} {bits}-bit,"
+            yield "one group per row" if group == -1 else f"groups of {group}"
+            if settings.get("desc_act"):
+                yield "in order of activation"
+        case "compressed-tensors":
+            weights = next((group["weights"] for group in _groups(settings) if group.get("weights")), {})
+            kind = "float" if weights.get("type") == "float" else "integer"
+            yield f"compressed-tensors {weights.get('num_bits', '?')}-bit {kind},"
+            group = weights.get("group_size")
+            yield f"groups of {group}" if group and group > 0 else f"scales per {weights.get('strategy', 'channel')}"
+        case "fp8" | "fbgemm_fp8":
+            block = settings.get("weight_block_size")
+            per_rest = "row" if method == "fbgemm_fp8" else "tensor"
+            yield "fp8," + (f" blocks of {'×'.join(map(str, block))}" if block else f" scales per {per_rest}")
+        case _:
+            yield "MXFP4, groups of 32"
+
+
+def _refused(model: str, why: str) -> StartError:
+    return StartError(f"cannot serve {model}", why, INSTEAD)

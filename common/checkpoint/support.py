@@ -1,0 +1,89 @@
+"""Which architectures can be served, decided from config.json and transformers' source before anything is imported or
+downloaded."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.formats import check_served, read_format
+from common.core.errors import StartError
+
+STATEFUL = frozenset(
+    (
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm2_vl lfm3 "
+        "mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next "
+        "qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+    ).split()
+)
+"""Model types whose layers have a state besides keys and values."""
+_DECODERS = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the first class name in ``architectures``; without any, the causal language model that transformers has
+    for ``model_type``, "" if it has none."""
+    named = config.get("architectures")
+    if isinstance(named, list) and named:
+        return str(named[0])
+    classes = causal_models()
+    return next(iter(classes.get(str(config.get("model_type", "")), ())), "") if classes else ""
+
+
+def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bool = False) -> None:
+    """Raise StartError unless ``config`` is of a decoder-only causal language model that transformers supports, with
+    weights in a format that is served."""
+    check_served(read_format(config, model), model)
+    kind, architecture = str(config.get("model_type", "")), architecture_of(config)
+    name, why, todo = architecture or kind, None, _DECODERS
+    classes = causal_models()
+    known = classes is None or any(architecture in each for each in classes.values())
+    if config.get("is_encoder_decoder"):
+        why = f"{name} is an encoder-decoder model"
+    elif kind in STATEFUL or "linear_attention" in (config.get("layer_types") or ()):
+        why = f"{name} has layers with a recurrent state, not only attention"
+    elif not trust_remote_code and not known and "auto_map" in config:
+        why = f"{name} needs Python code that comes with the checkpoint"
+        todo = "give --trust-remote-code if you trust this code: it will run on this machine"
+    elif not trust_remote_code and not known:
+        why = f"{name or 'its architecture'} is not a decoder-only language model in transformers"
+    elif not (trust_remote_code and "auto_map" in config) and _attends_by_itself(kind):
+        why = f"transformers' code of {name} has an attention function of its own, which cannot use paged KV"
+    if why:
+        raise StartError(f"cannot serve {model}", why, todo)
+
+
+@functools.cache
+def causal_models() -> dict[str, tuple[str, ...]] | None:
+    """Return the classes of transformers' causal language models by model type. Searches its source, because importing
+    it is slow; None if the source is not as expected."""
+    text = _source("auto", "modeling_auto.py")
+    _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    if not found:
+        return None
+    entries = re.findall(r'\(\s*"([\w-]+)",\s*(\([^)]*\)|"\w+")\s*,?\s*\)', rest.partition("\n)\n")[0])
+    return {kind: tuple(re.findall(r'"(\w+)"', names)) for kind, names in entries} or None
+
+
+def _attends_by_itself(kind: str) -> bool:
+    """Return whether the modelling code of ``kind`` has attention layers that ignore transformers' registry of
+    attention functions."""
+    name = kind.replace("-", "_")
+    text = _source(name, f"modeling_{name}.py")
+    own = re.search(r"^class (?!\w*Vision)\w+Attention\w*\(", text, re.MULTILINE)
+    return own is not None and "ALL_ATTENTION_FUNCTIONS" not in text
+
+
+def _source(*parts: str) -> str:
+    """Return the text of a file below transformers' ``models``, "" if it cannot be read."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        return Path(spec.origin).parent.joinpath("models", *parts).read_text(encoding="utf-8")
+    except OSError:
+        return ""

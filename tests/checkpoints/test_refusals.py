@@ -1,0 +1,150 @@
+"""What cannot be served is refused for the true reason, and the refusal says what to do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.checkpoint.files import open_checkpoint
+from common.checkpoint.formats import SAFETENSORS, SERVED_METHODS, read_format
+from common.checkpoint.support import architecture_of, refuse_unsupported
+from common.core.errors import StartError
+from tests.checkpoints.makers import write
+from tests.e2e.system import tandem
+
+
+def refusal(model: str | Path) -> str:
+    with pytest.raises(StartError) as caught:
+        open_checkpoint(str(model))
+    assert caught.value.what and caught.value.why and caught.value.todo
+    return f"{caught.value.why}\n{caught.value.todo}"
+
+
+def quantized(**settings: Any) -> dict[str, Any]:
+    return {"quantization_config": settings}
+
+
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+DESCRIBED: list[tuple[dict[str, Any], str, str]] = [
+    # (configuration, method, description)
+    (quantized(quant_method="gptq", bits=4, group_size=128), "gptq", "GPTQ 4-bit, groups of 128"),
+    (quantized(quant_method="gptq", bits=8, group_size=-1, desc_act=True), "gptq", "GPTQ 8-bit, one group per row"),
+    (quantized(quant_method="awq", bits=4, group_size=64, version="gemm"), "awq", "AWQ 4-bit, groups of 64"),
+    (quantized(quant_method="fp8", weight_block_size=[128, 128]), "fp8", "fp8, blocks of 128×128"),
+    (quantized(quant_method="fp8", activation_scheme="static"), "fp8", "fp8, scales per tensor"),
+    (quantized(quant_method="fbgemm_fp8"), "fbgemm_fp8", "fp8, scales per row"),
+    (quantized(quant_method="mxfp4"), "mxfp4", "MXFP4"),
+    (
+        quantized(quant_method="compressed-tensors", config_groups={"group_0": {"weights": PACKED}}),
+        "compressed-tensors",
+        "compressed-tensors 4-bit integer, groups of 128",
+    ),
+    (
+        {"compression_config": {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}},
+        "compressed-tensors",
+        "compressed-tensors 8-bit float",
+    ),
+    ({"text_config": quantized(quant_method="gptq", bits=4)}, "gptq", "GPTQ 4-bit"),
+]
+
+
+@pytest.mark.parametrize(("fields", "method", "shown"), DESCRIBED)
+def test_formats_are_described_and_served_or_said_to_come(
+    fields: dict[str, Any], method: str, shown: str, tmp_path: Path
+) -> None:
+    found = read_format(fields)
+    assert found.method == method and found.shown.startswith(shown)
+    if method not in SERVED_METHODS:
+        path = write(tmp_path, {"config.json": fields}, {})
+        assert f"its weights are in {found.shown}, which Tandem does not serve yet" in refusal(path)
+        assert "--quantization int8" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (quantized(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes: only its own CUDA kernels"),
+        (quantized(quant_method="aqlm"), "AQLM"),
+        (quantized(quant_method="hqq"), "HQQ"),
+        (quantized(quant_method="torchao"), "torchao"),
+        (quantized(quant_method="modelopt", quant_algo="NVFP4"), "NVFP4"),
+        (quantized(quant_method="brand_new"), "brand_new"),
+        (quantized(bits=4), "an unnamed method"),
+        (quantized(quant_method="gptq", checkpoint_format="marlin"), "GPTQ, repacked for Marlin"),
+        (quantized(quant_method="awq", version="gemv"), "AWQ gemv"),
+        (quantized(quant_method="compressed-tensors", format="nvfp4-pack-quantized"), "compressed-tensors, NVFP4"),
+    ],
+)
+def test_formats_that_are_not_read(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    said = refusal(write(tmp_path, {"config.json": fields}, {}))
+    assert words in said and "not serve yet" not in said and "unquantized" in said
+
+
+def test_no_quantization_is_safetensors() -> None:
+    assert read_format({"quantization_config": None}) is SAFETENSORS
+    assert read_format({"text_config": {"vocab_size": 3}}) is SAFETENSORS
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gptj", "bloom", "mpt", "codegen", "gpt_neo"])
+def test_models_with_attention_of_their_own_are_refused_for_it(kind: str, tmp_path: Path) -> None:
+    """Loading them failed with ``KeyError: 'tandem_paged'``."""
+    config = {"model_type": kind, "architectures": None}
+    assert "attention function of its own" in refusal(write(tmp_path, {"config.json": config}))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "jamba", "qwen3_next", "minimax", "lfm2", "zamba2"])
+def test_models_with_a_state_are_refused_for_it(kind: str, tmp_path: Path) -> None:
+    config = {"model_type": kind, "architectures": None}
+    assert "recurrent state" in refusal(write(tmp_path, {"config.json": config}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("minimax_m2", "MiniMaxM2ForCausalLM"),
+        ("llama", "LlamaForCausalLM"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("gpt_oss", "GptOssForCausalLM"),
+    ],
+)
+def test_models_are_known_by_their_type_alone(kind: str, architecture: str, tmp_path: Path) -> None:
+    """A name that begins as one with a state does is no state, and ``architectures`` may be missing."""
+    config = {"model_type": kind, "architectures": None}
+    assert architecture_of(config) == architecture
+    assert open_checkpoint(str(write(tmp_path, {"config.json": config}))).architecture == architecture
+    refuse_unsupported("it", {"model_type": kind})
+
+
+def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path / "model.Q4_K_M.gguf", tmp_path, "absent.gguf"):
+        assert "GGUF" in refusal(model)
+
+
+@pytest.mark.e2e
+def test_the_command_prints_the_reason_and_no_traceback(tmp_path: Path) -> None:
+    fields = quantized(quant_method="bitsandbytes", load_in_4bit=True)
+    done = tandem("up", write(tmp_path, {"config.json": fields}, {}))
+    said = done.stdout + done.stderr
+    assert done.returncode and "bitsandbytes" in said and "Traceback" not in said
+
+
+@pytest.mark.e2e
+def test_a_model_without_architectures_is_loaded(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    from common.engine.loading import load_engine
+
+    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    text = (path / "config.json").read_text()
+    assert '"architectures"' in text
+    (path / "config.json").write_text(text.replace('"architectures"', '"unknown"'))
+    engine = load_engine(
+        open_checkpoint(str(path)), dtype="float32", num_kv_blocks=20, max_batched_tokens=64, max_num_seqs=2,
+        max_model_len=64, batch_hint=1,
+    )  # fmt: skip
+    engine.close()
+    assert engine.vocab_size == 512
