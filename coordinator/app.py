@@ -131,7 +131,7 @@ async def running(
     config: CoordinatorConfig, scale: Scale | None = None, at_once: bool = False, keys: ClusterKeys | None = None
 ) -> AsyncIterator[Services]:
     """Run all services except HTTP in the running event loop."""
-    checkpoint = open_checkpoint(config.model, config.revision)
+    checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     registry = Registry(checkpoint.fingerprint, FailureTimes(config.failure_timeout))
     registry.expected = {
         "prefill": config.expect_prefill,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.json_files import read_json
-from common.checkpoint.token_files import added_tokens, template_text, token_text, vocabulary_id
+from common.checkpoint.token_files import added_tokens, template_text, token_text, vocabulary
 
 SPELLINGS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>"),
@@ -78,7 +78,7 @@ def _of_tokenizer(directory: Path, added: Mapping[str, int]) -> Iterator[tuple[i
             continue
         index = added.get(text)
         if index is None and not _is_word_or_sign(text):
-            index = vocabulary_id(directory, text)
+            index = vocabulary(directory).get(text)
         if index is not None:
             yield index, file
         return

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import context, hub
+from common.checkpoint.convert_tokenizer import readable_text
 from common.checkpoint.end_tokens import EndToken, find_end_tokens
 from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, check_served, read_format
 from common.checkpoint.generation import clamp
@@ -146,19 +147,27 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     refuse_unsupported(model, config, trust_remote_code)
     weights, notes = choose_files(model, path)
     generation, changed = clamp(read_json(path / "generation_config.json") or {})
-    ends, dropped = find_end_tokens(path, config, generation)
+    text, converted = readable_text(model, path, _vocab_size(config), trust_remote_code)
+    ends, dropped = find_end_tokens(text, config, generation)
     return Checkpoint(
-        path=path,
+        path=text,
         name=model,
         revision=revision,
         config=config,
         generation_config=generation,
         weight_files=weights,
         fingerprint=fingerprint(config, weights, revision),
+        source=None if text == path else path,
         format=read_format(config, model),
         end_tokens=ends,
-        notes=(*notes, *changed, *dropped),
+        notes=(*notes, *changed, *([converted] if converted else []), *dropped),
     )
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    nested = config.get("text_config")
+    size = (nested if isinstance(nested, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _read_config(model: str, path: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.json_files import read_json
 
-_KEY = '"added_tokens"'
 _HEAD_CHARS = 4 << 20
 """Characters of tokenizer.json before its vocabulary; the added tokens are among them, as the library writes them."""
 
@@ -29,15 +29,14 @@ def added_tokens(directory: Path) -> dict[str, int]:
     return found | dict(_in_tokenizer(directory / "tokenizer.json"))
 
 
-def vocabulary_id(directory: Path, text: str) -> int | None:
-    """Return the id of ``text`` in the vocabulary of tokenizer.json, None if it has none. Reads the whole file."""
+def vocabulary(directory: Path) -> dict[str, int]:
+    """Return the ids of the vocabulary of tokenizer.json, without added tokens. Reads the whole file."""
     model = (read_json(directory / "tokenizer.json") or {}).get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
-        found = vocab.get(text)
-        return found if isinstance(found, int) else None
+        return {text: index for text, index in vocab.items() if isinstance(index, int)}
     pieces = vocab if isinstance(vocab, list) else []
-    return next((at for at, piece in enumerate(pieces) if isinstance(piece, list) and piece[:1] == [text]), None)
+    return {str(piece[0]): at for at, piece in enumerate(pieces) if isinstance(piece, list) and piece}
 
 
 def template_text(directory: Path) -> str:
@@ -56,32 +55,33 @@ def _templates(value: Any) -> Iterator[str]:
         yield from (str(each.get("template", "")) for each in value if isinstance(each, dict))
 
 
-def _in_tokenizer(file: Path) -> Iterator[tuple[str, int]]:
-    """Yield (text, id) of the list ``added_tokens``. Its vocabulary, most of the file, is not parsed if possible."""
+def head_value(file: Path, key: str) -> Any:
+    """Return the value of ``key`` in the tokenizer.json ``file``, a list or an object, else None. Its vocabulary, most
+    of the file, is not parsed if the value comes before it. Raises StartError if the file cannot be read."""
     if not file.is_file():
-        return
+        return None
     with file.open(encoding="utf-8", errors="replace") as opened:
         head = opened.read(_HEAD_CHARS)
-    listed = _list_in(head)
-    if listed is None:
-        listed = (read_json(file) or {}).get("added_tokens")
+    found = _value_in(head, key)
+    return (read_json(file) or {}).get(key) if found is None else found
+
+
+def _in_tokenizer(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield (text, id) of the list ``added_tokens``."""
+    listed = head_value(file, "added_tokens")
     for token in listed if isinstance(listed, list) else ():
         if isinstance(token, dict) and isinstance(token.get("id"), int) and (text := token_text(token)) is not None:
             yield text, token["id"]
 
 
-def _list_in(head: str) -> list[Any] | None:
-    """Return the first list that is the value of a key ``added_tokens`` in ``head``, None if none is whole."""
-    at = head.find(_KEY)
-    while at >= 0:
-        value = head[at + len(_KEY) : at + len(_KEY) + 64].lstrip()
-        if value.startswith(":") and value[1:].lstrip().startswith("["):
-            try:
-                found, _ = json.JSONDecoder().raw_decode(head, head.index("[", at))
-            except (ValueError, RecursionError):
-                return None
-            return found if isinstance(found, list) else None
-        at = head.find(_KEY, at + 1)
+def _value_in(head: str, key: str) -> Any:
+    """Return the first list or object that is the value of ``key`` in ``head``, None if none is whole. A token of the
+    vocabulary that is spelled like the key has a number as its value."""
+    for found in re.finditer(rf'"{key}"\s*:\s*(?=[\[{{])', head):
+        try:
+            return json.JSONDecoder().raw_decode(head, found.end())[0]
+        except (ValueError, RecursionError):
+            return None
     return None
 
 

@@ -1,0 +1,5 @@
+"""A converter that never ends, for the test of its timeout."""
+
+import signal
+
+signal.pause()
