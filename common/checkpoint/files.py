@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, check_ser
 from common.checkpoint.generation import clamp
 from common.checkpoint.json_files import read_json
 from common.checkpoint.support import architecture_of, refuse_unsupported
+from common.checkpoint.text_directory import key_of, text_directory
 from common.checkpoint.weights import choose_files, read_header
 from common.core.errors import StartError
 from common.kv.layout import KvDtype, LayerLayout
@@ -134,15 +136,27 @@ class Checkpoint:
 
 def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
     """Open the checkpoint in a local directory or of a hub id; raises StartError if it cannot be read or served."""
-    directory = Path(model).expanduser()
-    path = directory
-    if model.lower().endswith(".gguf") and not directory.is_dir():
-        check_served(GGUF, model)
-    if not directory.is_dir():
-        hub.check_id(model, directory)
-        first = hub.download_first(model, revision)
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        if path.is_file() and path.suffix.lower() == ".gguf":
+            return _open_gguf(model, path, revision)
+        if path.suffix.lower() == ".gguf":
+            raise StartError(f"cannot open {model}", "there is no such file", "check the path")
+        name, tag = hub.split_tag(model)
+        hub.check_id(name, path)
+        first = hub.download_first(name, revision)
+        if tag or not (first / "config.json").is_file():
+            file, note = hub.choose_gguf(hub.gguf_names(name, revision, first), tag)
+            if file:
+                return _open_gguf(model, hub.download_gguf(name, revision, file), revision, note)
+            if tag:
+                why = f"its repository has no GGUF file named {tag}"
+                raise StartError(f"cannot open {model}", why, "give another part of a file's name, or leave it out")
         refuse_unsupported(model, _read_config(model, first), trust_remote_code)
-        path = hub.download_rest(model, revision, first, trust_remote_code)
+        path = hub.download_rest(name, revision, first, trust_remote_code)
+    if not (path / "config.json").is_file() and (names := sorted(file.name for file in path.glob("*.gguf"))):
+        file, note = hub.choose_gguf(names, "")
+        return _open_gguf(model, path / file, revision, note if len(names) > 1 else "")
     config = _read_config(model, path)
     refuse_unsupported(model, config, trust_remote_code)
     weights, notes = choose_files(model, path)
@@ -164,6 +178,40 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     )
 
 
+def _open_gguf(model: str, path: Path, revision: str | None, note: str = "") -> Checkpoint:
+    """Open the model in a GGUF file, or in all shards of which ``path`` is one."""
+    from common.checkpoint import gguf, gguf_config, gguf_tokenizer  # here, since they import numpy and tokenizers
+    from common.checkpoint.gguf_names import targets
+
+    check_served(GGUF, model)
+    found = gguf.open_gguf(gguf.shards_of(path))
+    config, generation = gguf_config.config_of(found), gguf_config.generation_of(found)
+    refuse_unsupported(model, config)
+    targets(found)  # raises StartError if a tensor has no place
+    key = key_of("gguf", json.dumps([config, generation]), found.header)
+    text = text_directory(key, lambda to: _write_text(to, gguf_tokenizer.text_files(found, config, generation)))
+    ends, dropped = find_end_tokens(text, config, generation)
+    return Checkpoint(
+        path=text,
+        name=model,
+        revision=revision,
+        config=config,
+        generation_config=generation,
+        weight_files=found.files,
+        fingerprint=_digest(config, [(found.header, file) for file in found.files], revision),
+        source=path,
+        format=GGUF,
+        end_tokens=tuple(EndToken(end.id, end.text, end.why.replace("generation_config.json", "GGUF")) for end in ends),
+        notes=(*([note] if note else []), *dropped),
+    )
+
+
+def _write_text(directory: Path, files: Mapping[str, str]) -> None:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(content, encoding="utf-8")
+
+
 def _vocab_size(config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
     size = (nested if isinstance(nested, dict) else config).get("vocab_size")
@@ -174,8 +222,6 @@ def _read_config(model: str, path: Path) -> dict[str, Any]:
     """Return the content of config.json in the directory ``path``. Raises StartError if there is none."""
     if (config := read_json(path / "config.json")) is not None:
         return config
-    if any(path.glob("*.gguf")):
-        check_served(GGUF, model)
     todo = "give the directory of a transformers checkpoint"
     raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
 
@@ -184,11 +230,15 @@ def fingerprint(config: dict[str, Any], weights: tuple[Path, ...], revision: str
     """Return 16 hex digits of a hash over configuration, revision, tensor headers, file sizes and a sample of each
     file's bytes. A sample is fast to read; :func:`common.model.load.read_weights`, which reads all bytes anyway, hashes
     all of them."""
+    return _digest(config, [(read_header(path)[0], path) for path in weights], revision)
+
+
+def _digest(config: dict[str, Any], files: Iterable[tuple[bytes, Path]], revision: str | None) -> str:
+    """Return the hash of :func:`fingerprint`. ``files``: the header and the path of each."""
     digest = hashlib.blake2b(digest_size=8)
     kept = {key: value for key, value in config.items() if key not in _UNHASHED}
     digest.update(json.dumps([kept, revision or ""], sort_keys=True).encode())
-    for path in weights:
-        header, _ = read_header(path)
+    for header, path in files:
         size = path.stat().st_size
         digest.update(f"|{size}|".encode())
         digest.update(header)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.checkpoint.weights import ADAPTER, IGNORED, INDEX, indexed_files
@@ -18,6 +19,12 @@ LEFT_OUT = (
     *("original/*", "checkpoint-*/*", "onnx/*", "openvino/*", "coreml/*", "metal/*", "runs/*", "*/*.safetensors"),
 )
 """Duplicates of the weights, in other layouts or of earlier steps of a training."""
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_PREFERRED = (
+    *("Q4_K_M", "Q4_0", "Q4_K_S", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K_M", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K"),
+    *("Q8_0", "BF16", "F16", "F32"),
+)
+"""Types of GGUF files with at least 4 bits, the preferred one first."""
 TIMEOUT_S = 4.0
 """Timeout of the hub's answer about one file, in seconds; downloads themselves have none."""
 
@@ -30,6 +37,46 @@ def check_id(model: str, path: Path) -> None:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         todo = "check the path, or give a hub id (owner/name)"
         raise StartError(f"cannot open {model}", "there is no such directory", todo)
+
+
+def split_tag(model: str) -> tuple[str, str]:
+    """Return the id and the tag of ``owner/name:TAG``, "" if there is none."""
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", model)
+    return (found[1], found[2]) if found else (model, "")
+
+
+def choose_gguf(names: Sequence[str], tag: str) -> tuple[str, str]:
+    """Return which of the files ``names`` (the first shard of several) is that of ``tag``, a part of its name in any
+    case, and a note. Without a tag it is Q4_K_M, else the smallest type with at least 4 bits. ("", "") if there is
+    none."""
+    files = [name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()]
+    firsts = [name for name in files if not (shard := _SHARD.search(name)) or int(shard[1]) == 1]
+    if tag:
+        whole = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?=[-._/])", re.IGNORECASE)
+        matching = [name for name in firsts if whole.search(name)] or [n for n in firsts if tag.lower() in n.lower()]
+        return (min(matching, key=len), "") if matching else ("", "")
+    for quant in _PREFERRED:
+        if matching := [name for name in firsts if re.search(rf"(?:^|[-._/]){quant}(?=[-._/])", name, re.IGNORECASE)]:
+            return min(matching, key=len), f"{Path(min(matching, key=len)).name} was chosen of {len(firsts)} files"
+    return (firsts[0], f"{Path(firsts[0]).name} was chosen of {len(firsts)} files") if firsts else ("", "")
+
+
+def gguf_names(model: str, revision: str | None, first: Path) -> list[str]:
+    """Return the names of the GGUF files of a repository; without a network, of those in its local snapshot ``first``.
+    Raises StartError if the hub says that they cannot be listed."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        names = list_repo_files(model, revision=revision)
+    except Exception:  # offline: what was downloaded before is served
+        names = [str(file.relative_to(first)) for file in first.rglob("*.gguf")]
+    return sorted(name for name in names if name.lower().endswith(".gguf"))
+
+
+def download_gguf(model: str, revision: str | None, name: str) -> Path:
+    """Return the local path of the GGUF file ``name``, downloaded if needed with all its shards. Raises StartError."""
+    pattern = _SHARD.sub(r"-*-of-\2.gguf", name)
+    return _download(model, revision, (pattern,)) / name
 
 
 def download_first(model: str, revision: str | None) -> Path:
