@@ -171,7 +171,8 @@ def sentencepiece_model(prefix: bool = True) -> bytes:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*CORPUS, "a  b   c"] * 4), model_writer=written, model_type="bpe", minloglevel=2,
         vocab_size=520, byte_fallback=True, control_symbols=list(CONTROL), user_defined_symbols=["<think>"],
-        add_dummy_prefix=prefix, normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+        add_dummy_prefix=prefix, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
     )  # fmt: skip
     return written.getvalue()
 
