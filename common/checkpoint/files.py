@@ -141,7 +141,7 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
         if path.is_file() and path.suffix.lower() == ".gguf":
             return _open_gguf(model, path, revision)
         if path.suffix.lower() == ".gguf":
-            raise StartError(f"cannot open {model}", "there is no such file", "check the path")
+            raise StartError(f"cannot open {model}", "there is no such GGUF file", "check the path")
         name, tag = hub.split_tag(model)
         hub.check_id(name, path)
         first = hub.download_first(name, revision)

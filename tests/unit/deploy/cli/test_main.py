@@ -115,10 +115,10 @@ def test_an_unsupported_architecture(command: str, encoder_decoder: Path) -> Non
 def test_a_quantized_checkpoint(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused before anything heavy is imported, also by a worker that is started alone."""
     config = json.loads((fake_checkpoint(tmp_path) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     assert cli.main([command, str(tmp_path)]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and "Tandem does not read AWQ checkpoints" in lines[1], lines
+    assert len(lines) == 3 and "its weights are quantized with HQQ" in lines[1], lines
 
 
 def test_a_coordinator_whose_name_cannot_be_resolved(
