@@ -130,7 +130,9 @@ def _described(method: str, settings: Mapping[str, Any]) -> Iterator[str]:
             if settings.get("desc_act"):
                 yield "in order of activation"
         case "compressed-tensors":
-            weights = next((group["weights"] for group in _groups(settings) if group.get("weights")), {})
+            weights: Mapping[str, Any] = next(
+                (group["weights"] for group in _groups(settings) if group.get("weights")), {}
+            )
             kind = "float" if weights.get("type") == "float" else "integer"
             yield f"compressed-tensors {weights.get('num_bits', '?')}-bit {kind},"
             group = weights.get("group_size")

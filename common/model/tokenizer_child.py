@@ -16,10 +16,11 @@ from typing import Any
 
 
 def main(source: Path, target: Path, trust: bool) -> dict[str, Any]:
-    """Write tokenizer.json to ``target`` and return the answer."""
-    from transformers import AutoTokenizer, convert_slow_tokenizer
+    """Write tokenizer.json to ``target`` and return the answer. ``trust``: whether code of ``source`` may run."""
+    from transformers import AutoTokenizer
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    convert_slow_tokenizer.TikTokenConverter.load_tiktoken_bpe = staticmethod(read_ranks)
+    TikTokenConverter.load_tiktoken_bpe = staticmethod(read_ranks)
     if not trust and any(source.glob("*.tiktoken")):
         return {"error": "how a tiktoken file splits words is only in the checkpoint's Python code: if you trust it, "
                 "give --trust-remote-code"}  # fmt: skip
@@ -30,9 +31,11 @@ def main(source: Path, target: Path, trust: bool) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None) or _of_ranks(tokenizer, source)
     if backend is None:
         return {"error": f"{type(tokenizer).__name__} is written in Python and has no equivalent in tokenizers"}
-    if why := _implausible(source, backend):
-        return {"error": why}
-    backend.save(str(target / "tokenizer.json"))
+    wanted = _vocab_size(source)
+    if wanted is not None and (size := backend.get_vocab_size()) < wanted // 2:
+        # transformers makes an empty one where it finds no files that it knows
+        return {"error": f"the result has {size:,} tokens, but the model {wanted:,}"}
+    (target / "tokenizer.json").write_text(_within(json.loads(backend.to_str()), wanted), encoding="utf-8")
     named = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if name.endswith("_token")}
     return {"named": named}
 
@@ -66,15 +69,18 @@ def _of_ranks(tokenizer: Any, source: Path) -> Any:
     return backend if all(backend.token_to_id(text) == special[text] for text in texts) else None
 
 
-def _implausible(source: Path, backend: Any) -> str:
-    """Return why the result cannot be the model's tokenizer: transformers makes an empty one where it finds no files
-    that it knows."""
+def _vocab_size(source: Path) -> int | None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    size, wanted = backend.get_vocab_size(), text.get("vocab_size")
-    if isinstance(wanted, int) and size < wanted // 2:
-        return f"the result has {size:,} tokens, but the model {wanted:,}"
-    return ""
+    size = text.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _within(content: dict[str, Any], vocab_size: int | None) -> str:
+    """Return tokenizer.json without added tokens that the model has no ids for, such as a class's own ``unk_token``."""
+    if vocab_size is not None:
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    return json.dumps(content, ensure_ascii=False)
 
 
 if __name__ == "__main__":
