@@ -100,7 +100,7 @@ class GgufFile(GGUFReader):
 
     def _strings(self, at: int, count: int) -> tuple[list[str], int]:
         """Return ``count`` strings from byte ``at`` on, and the byte after them."""
-        buffer, end = memoryview(self.data), len(self.data)
+        buffer, end = self.data.data, len(self.data)
         if at + 8 * count > end:
             raise ValueError(f"it should have {count:,} strings, but ends before")
         order, found = "<Q" if self.byte_order == "I" else ">Q", list[str]()

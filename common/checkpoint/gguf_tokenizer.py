@@ -142,8 +142,9 @@ def _sentencepiece(model: GgufModel, settings: Mapping[str, Any]) -> Tokenizer:
         merges = _merges(model, vocab)
     else:
         given = model.metadata.get(f"{_KEY}scores")
-        by_place = gemma or not isinstance(given, list) or len(given) != len(tokens)
-        scores = [-float(at) for at in range(len(tokens))] if by_place else given
+        scores = [-float(at) for at in range(len(tokens))]  # Gemma's own scores are not the order of its merges
+        if not gemma and isinstance(given, list) and len(given) == len(tokens):
+            scores = given
         made = {token: scores[index] for token, index in vocab.items() if types[index] in (NORMAL, USER_DEFINED)}
         merges = _merges_of_scores(vocab, made)
     unknown = settings.get("unk_token") or next((t for t, k in zip(tokens, types, strict=True) if k == UNKNOWN), None)

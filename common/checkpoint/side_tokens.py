@@ -72,8 +72,8 @@ def _declared(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[in
             found[index] = text, {"special": text in special, "normalized": text not in special}
     decoder = settings.get("added_tokens_decoder")
     for key, token in decoder.items() if isinstance(decoder, dict) else ():
-        if str(key).isdecimal() and (text := token_text(token)) is not None:
-            found[int(key)] = text, token if isinstance(token, dict) else {"special": True, "normalized": False}
+        if str(key).isdecimal() and (declared := token_text(token)) is not None:
+            found[int(key)] = declared, token if isinstance(token, dict) else {"special": True, "normalized": False}
     yield from ((index, *found[index]) for index in sorted(found))
 
 

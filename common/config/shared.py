@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ from common.net.keys import load as load_keys
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 DEFAULT_CONTROL_PORT = 8001
+_GGUF = re.compile(r"(?:.*/)?([^/]+?)(?:-\d{5}-of-\d{5})?\.gguf", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,9 @@ class ModelOptions:
 
     @property
     def served_name(self) -> str:
-        """The name that clients see: ``served_model_name``, else ``model`` as given."""
-        return self.served_model_name or self.model
+        """The name that clients see: ``served_model_name``, else the name of a GGUF file, else ``model`` as given."""
+        found = _GGUF.fullmatch(self.model)
+        return self.served_model_name or (found[1] if found else self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from common.checkpoint.files import open_checkpoint
 from common.checkpoint.gguf import GgufModel, open_gguf, shards_of
 from common.checkpoint.gguf_names import head_order, targets
 from common.checkpoint.gguf_rope import rope_parameters
+from common.config.up import UpConfig
 from common.core.errors import StartError
 from coordinator.text.tokenizer import TextModel
 from tests.checkpoints.gguf_maker import gguf_of
@@ -272,6 +273,18 @@ NAMES = (
 )  # fmt: skip
 def test_the_tag_chooses_the_file(tag: str, chosen: str) -> None:
     assert hub.choose_gguf(NAMES, tag)[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("m.Q4_0.gguf", "m.Q4_0"), ("/a.b/Model-Q8_0-00001-of-00003.GGUF", "Model-Q8_0"),
+        ("owner/name:Q4_K_M", "owner/name:Q4_K_M"), ("owner/name-gguf", "owner/name-gguf"),
+    ],
+)  # fmt: skip
+def test_a_file_is_served_under_its_name(model: str, name: str) -> None:
+    assert UpConfig(model=model).served_name == name
+    assert UpConfig(model=model, served_model_name="x").served_name == "x"
 
 
 def test_without_a_tag_the_smallest_of_at_least_4_bits() -> None:

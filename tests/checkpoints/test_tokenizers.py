@@ -186,6 +186,32 @@ def test_what_cannot_be_converted_is_said(case: str, tmp_path: Path, in_process:
     assert words in caught.value.why and "save_pretrained" in caught.value.todo
 
 
+class OverRanks:
+    """A tokenizer as the Python code of some checkpoints has it."""
+
+    pat_str = r"\p{N}|[^\p{N}]+"
+    special_tokens: dict[str, int]
+    special_tokens_map = {"eos_token": CONTROL[1]}
+
+
+@pytest.mark.parametrize(("ids", "fits"), [((267, 268), True), ((400, 401), False)])
+def test_the_pattern_of_trusted_code_is_used(
+    ids: tuple[int, int], fits: bool, tmp_path: Path, in_process: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = OverRanks()
+    tokenizer.special_tokens = dict(zip(CONTROL, ids, strict=True))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    path = write(tmp_path / "model", {})
+    ranks(path)
+    (path / "tiktoken.model").rename(path / "x.tiktoken")
+    if not fits:  # its tokens would have other ids
+        with pytest.raises(StartError, match="tokenizer"):
+            convert_tokenizer.readable_text("m", path, 280, trust=True)
+        return
+    text = TextModel(convert_tokenizer.readable_text("m", path, 280, trust=True)[0], vocab_size=280)
+    assert text.encode(f"123{CONTROL[1]}") == [ord("1"), ord("2"), ord("3"), 268]  # each digit is a word
+
+
 def test_a_converter_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(convert_tokenizer, "CHILD", "tests.checkpoints.hanging")
     monkeypatch.setattr(convert_tokenizer, "TIMEOUT_S", 0.5)
