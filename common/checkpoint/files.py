@@ -25,7 +25,7 @@ from common.checkpoint.support import architecture_of, refuse_unsupported
 from common.checkpoint.text_directory import key_of, text_directory
 from common.checkpoint.weights import choose_files, read_header
 from common.core.errors import StartError
-from common.kv.layout import KvDtype, LayerLayout
+from common.kv.layout import ELEMENT_BYTES, KvDtype, LayerLayout
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _UNHASHED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
@@ -115,6 +115,12 @@ class Checkpoint:
     def weight_bytes(self) -> int:
         """Size of all weight files in bytes."""
         return sum(path.stat().st_size for path in self.weight_files)
+
+    def bytes_in(self, dtype: KvDtype) -> int:
+        """Return the bytes of the weights in memory, with elements of ``dtype``; quantized ones stay as they are."""
+        if self.format.method:
+            return self.weight_bytes
+        return self.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[self.dtype]
 
     def kv_layers(self) -> tuple[LayerLayout, ...] | None:
         """Return the KV shape of each layer from the configuration, or None if the configuration does not determine

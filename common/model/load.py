@@ -92,7 +92,9 @@ def _slices(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """Return the bytes of all weights in ``dtype``."""
+    """Return the bytes of all weights in ``dtype``; quantized ones stay as they are."""
+    if checkpoint.format.method:
+        return checkpoint.weight_bytes
     return checkpoint.weight_bytes * DTYPES[dtype].itemsize // DTYPES[checkpoint.dtype].itemsize
 
 

@@ -20,7 +20,7 @@ def main(source: Path, target: Path, trust: bool) -> dict[str, Any]:
     from transformers import AutoTokenizer
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    TikTokenConverter.load_tiktoken_bpe = staticmethod(read_ranks)
+    TikTokenConverter.load_tiktoken_bpe = staticmethod(read_ranks)  # type: ignore[method-assign, assignment]
     if not trust and any(source.glob("*.tiktoken")):
         return {"error": "how a tiktoken file splits words is only in the checkpoint's Python code: if you trust it, "
                 "give --trust-remote-code"}  # fmt: skip

@@ -14,7 +14,7 @@ from common.config.worker import WorkerConfig
 from common.core.errors import NOT_OURS, StartError, reason
 from common.kv.budget import fit, human_bytes
 from common.kv.gpu_budget import GpuShare, most_for_kv
-from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout
+from common.kv.layout import KvDtype, KvLayout
 from common.platform import device, memory
 from deploy.launcher import cores
 from deploy.launcher.gpus import Place, address
@@ -110,7 +110,7 @@ def _most_for_kv(
     if place.gpu is None:
         return kv_bytes(config, workers)
     ranks = len(place.gpus)
-    weights = checkpoint.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[checkpoint.dtype] // ranks
+    weights = checkpoint.bytes_in(dtype) // ranks
     share = GpuShare(config.gpu_memory_utilization, place.sharing)
     most = ranks * min(most_for_kv(gpu.total_bytes, gpu.free_bytes, weights, share) for gpu in place.gpus)
     return most if config.kv_cache_memory is None else config.kv_cache_memory
