@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "gpt_oss": "gpt-oss", "mistral": "llama",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "gemma": "gemma", "granite": "granite", "smollm3": "smollm3",
+    "olmo2": "olmo2",
 }  # fmt: skip
 Encode = Callable[[str, np.ndarray[Any, Any]], tuple[np.ndarray[Any, Any], Any]]
 """Returns the blocks and the ggml type of a tensor by its name in the file and its float32 values."""
@@ -89,6 +91,13 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if width := config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(width)
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if cap := config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(cap)
     if cap := config.get("final_logit_softcapping"):
@@ -147,7 +156,7 @@ def _parts(
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield (name, values) of the tensors that a weight becomes. ``#N`` after a name: expert N of a stack."""
     kind, pieces = config["model_type"], name.split(".")
-    if kind in ("llama", "mistral", "mixtral") and pieces[-2] in ("q_proj", "k_proj"):
+    if kind in ("llama", "mistral", "mixtral", "granite", "smollm3") and pieces[-2] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if pieces[-2] == "q_proj" else "num_key_value_heads"]
         shape = values.shape
         values = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
@@ -169,4 +178,4 @@ def _parts(
         number, last = pieces[at + 1], pieces[at + 2]
         yield ".".join([*pieces[: at + 1], last, pieces[-1]]) + f"#{number}", values
     else:
-        yield name, values
+        yield name, values[0] if name.endswith("shared_expert_gate.weight") else values

@@ -23,6 +23,7 @@ from common.checkpoint.gguf_rope import rope_parameters
 from common.config.up import UpConfig
 from common.core.errors import StartError
 from coordinator.text.tokenizer import TextModel
+from tests import models
 from tests.checkpoints.gguf_maker import gguf_of
 from tests.models import CHAT_TEMPLATE, make_model
 
@@ -83,6 +84,31 @@ def test_configuration_and_weights_make_the_same_model(
     theirs = open_checkpoint(str(original))
     assert opened.kv_layers() == theirs.kv_layers() and opened.max_position == theirs.max_position
     assert opened.vocab_size == theirs.vocab_size and opened.dtype == "float32"
+
+
+GRANITE = {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2moe": ("qwen2_moe", MOE),
+    "gemma": ("gemma", {"tie_word_embeddings": True}),
+    "granite": ("granite", GRANITE),
+    "granite-biases": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "olmo2": ("olmo2", {}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures_make_the_same_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, fields = OTHERS[kind]
+    monkeypatch.setitem(models.KINDS, kind, (model_type, models.KINDS["llama-untied"][1] | fields))
+    original = make_model(kind, tmp_path / "model")
+    test_configuration_and_weights_make_the_same_model(kind, lambda _: original, tmp_path)
 
 
 def test_gemma_3_has_a_base_of_its_own_for_windows(tmp_path: Path) -> None:
