@@ -35,7 +35,7 @@ def readable_text(model: str, directory: Path, vocab_size: int | None, trust: bo
             return directory, ""
         key = key_of("merge", str(vocab_size), files=[directory / "tokenizer.json", *small_files(directory)])
         made = text_directory(key, lambda target: _write_merged(directory, target, vocab_size))
-        return made, f"tokenizer.json is completed: {words}"
+        return made, f"tokenizer.json is used {words}"
     sources = sources_of(directory)
     if not sources:
         return directory, ""

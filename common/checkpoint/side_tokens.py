@@ -21,39 +21,45 @@ _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def missing(directory: Path, vocab_size: int | None) -> str:
-    """Return in words what the files beside tokenizer.json have and it has not, "" if there is nothing. Reads its
-    vocabulary only if a special token is not among its added tokens. ``vocab_size``: as for :func:`merge`."""
+    """Return in words how the added tokens of tokenizer.json are not those of the model: the files beside it have more,
+    or the model has no ids for some; "" if they are. Reads its vocabulary only if a special token is not among its
+    added tokens. ``vocab_size``: the ids that the model has."""
     listed = head_value(directory / "tokenizer.json", "added_tokens")
     own = {token_text(token) for token in listed or ()}
+    words = [f"without {text}, for which the model has no id" for text in _beyond(listed, vocab_size)[:1]]
     settings = read_json(directory / "tokenizer_config.json") or {}
-    declared = {text: index for index, text, _ in _declared(directory, settings)}
+    declared = {text: index for index, text, _ in _declared(directory, settings, vocab_size)}
     tokens = [text for text in declared if text not in own]
     if unknown := [text for text in _special_texts(directory, settings) if text not in own and text not in declared]:
         ids = declared | added_tokens(directory) | vocabulary(directory)
         if vocab_size is None or max(ids.values(), default=-1) + 1 < vocab_size:
             tokens += [text for text in unknown if text not in ids]
-    return f"{len(tokens)} tokens of other files, such as {tokens[0]}" if tokens else ""
+    if tokens:
+        words.insert(0, f"with {len(tokens)} tokens of other files, such as {tokens[0]}")
+    return ", ".join(words)
 
 
 def merge(directory: Path, vocab_size: int | None) -> str:
-    """Return the content of tokenizer.json in ``directory`` with the tokens of the other files at their ids.
-    ``vocab_size``: the ids that the model has. Raises StartError if a token cannot have its id."""
+    """Return the content of tokenizer.json in ``directory`` with the tokens of the other files at their ids, and
+    without those for which the model has none. Raises StartError if a token cannot have its id."""
     from tokenizers import Tokenizer  # here, since most checkpoints need no change
 
     file = directory / "tokenizer.json"
     settings = read_json(directory / "tokenizer_config.json") or {}
-    text = file.read_text(encoding="utf-8")
-    declared = list(_declared(directory, settings))
+    declared = list(_declared(directory, settings, vocab_size))
     try:
+        text = within(json.loads(file.read_text(encoding="utf-8")), vocab_size)
         tokenizer = Tokenizer.from_str(text)
+        wanted = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items()}
         new = [each for each in declared if tokenizer.token_to_id(each[1]) is None]  # others keep their ids
+        wanted |= {each: index for index, each, _ in new}
         if new:
             tokenizer = Tokenizer.from_str(_with_vocabulary(text, tokenizer, new))
         _add(tokenizer, declared)
         _add_named(tokenizer, directory, settings, vocab_size)
     except Exception as error:  # the library raises bare Exception
         raise StartError(f"cannot read {file}", reason(error), "download the model again") from error
-    for index, each, _ in new:
+    for each, index in wanted.items():
         if (got := tokenizer.token_to_id(each)) != index:
             raise StartError(
                 f"cannot read the tokenizer in {directory}",
@@ -63,8 +69,22 @@ def merge(directory: Path, vocab_size: int | None) -> str:
     return str(tokenizer.to_str())
 
 
-def _declared(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """Yield (id, text, flags) of added_tokens_decoder and added_tokens.json, by id."""
+def within(content: dict[str, Any], vocab_size: int | None) -> str:
+    """Return ``content``, that of a tokenizer.json, as text without added tokens that the model has no ids for."""
+    beyond = set(_beyond(content["added_tokens"], vocab_size))
+    content["added_tokens"] = [token for token in content["added_tokens"] if token_text(token) not in beyond]
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _beyond(listed: Any, vocab_size: int | None) -> list[str]:
+    tokens = [token for token in listed or () if isinstance(token, dict) and isinstance(token.get("id"), int)]
+    return [str(token_text(token)) for token in tokens if vocab_size is not None and token["id"] >= vocab_size]
+
+
+def _declared(
+    directory: Path, settings: Mapping[str, Any], vocab_size: int | None
+) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """Yield (id, text, flags) of added_tokens_decoder and added_tokens.json, by id, as far as the model has ids."""
     special = set(_special_texts(directory, settings))
     found: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for text, index in (read_json(directory / "added_tokens.json") or {}).items():
@@ -74,7 +94,7 @@ def _declared(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[in
     for key, token in decoder.items() if isinstance(decoder, dict) else ():
         if str(key).isdecimal() and (declared := token_text(token)) is not None:
             found[int(key)] = declared, token if isinstance(token, dict) else {"special": True, "normalized": False}
-    yield from ((index, *found[index]) for index in sorted(found))
+    yield from ((index, *found[index]) for index in sorted(found) if vocab_size is None or index < vocab_size)
 
 
 def _special_texts(directory: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -94,12 +114,14 @@ def _special_texts(directory: Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _with_vocabulary(text: str, tokenizer: Any, new: list[tuple[int, str, Mapping[str, Any]]]) -> str:
-    """Return tokenizer.json with the ``new`` tokens in its vocabulary, where they have their ids even if there are gaps
-    before them: the library numbers tokens that are only added from the end of the vocabulary. A unigram model has no
-    ids of its own and stays as it is."""
+    """Return tokenizer.json with the added and the ``new`` tokens in its vocabulary, where they have their ids even if
+    there are gaps before them: the library numbers tokens that are only added from the end of the vocabulary. A
+    unigram model has no ids of its own and stays as it is."""
     content = json.loads(text)
     vocab = content["model"]["vocab"]
     if isinstance(vocab, dict):
+        for token in content["added_tokens"]:
+            vocab.setdefault(token["content"], token["id"])
         used = set(tokenizer.get_vocab(with_added_tokens=True).values())
         vocab.update({each: index for index, each, _ in new if index not in used})
     return json.dumps(content)

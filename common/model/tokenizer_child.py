@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.side_tokens import within
+
 
 def main(source: Path, target: Path, trust: bool) -> dict[str, Any]:
     """Write tokenizer.json to ``target`` and return the answer. ``trust``: whether code of ``source`` may run."""
@@ -35,7 +37,7 @@ def main(source: Path, target: Path, trust: bool) -> dict[str, Any]:
     if wanted is not None and (size := backend.get_vocab_size()) < wanted // 2:
         # transformers makes an empty one where it finds no files that it knows
         return {"error": f"the result has {size:,} tokens, but the model {wanted:,}"}
-    (target / "tokenizer.json").write_text(_within(json.loads(backend.to_str()), wanted), encoding="utf-8")
+    (target / "tokenizer.json").write_text(within(json.loads(backend.to_str()), wanted), encoding="utf-8")
     named = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if name.endswith("_token")}
     return {"named": named}
 
@@ -74,13 +76,6 @@ def _vocab_size(source: Path) -> int | None:
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     size = text.get("vocab_size")
     return size if isinstance(size, int) else None
-
-
-def _within(content: dict[str, Any], vocab_size: int | None) -> str:
-    """Return tokenizer.json without added tokens that the model has no ids for, such as a class's own ``unk_token``."""
-    if vocab_size is not None:
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
-    return json.dumps(content, ensure_ascii=False)
 
 
 if __name__ == "__main__":

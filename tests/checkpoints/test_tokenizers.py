@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
@@ -268,10 +269,24 @@ def test_tokens_of_other_files_are_tokens(case: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model", side_files(files))
     checkpoint, text = opened(path)
     assert {each: text.tokenizer.token_to_id(each) for each in ids} == ids
-    assert "tokenizer.json is completed" in " ".join(checkpoint.notes)
+    assert "tokenizer.json is used with" in " ".join(checkpoint.notes)
     in_file = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))  # what grammars read
     assert {each: in_file.token_to_id(each) for each in ids} == ids
     check_equal(text, path)
+
+
+def test_tokens_that_the_model_has_no_ids_for_are_left_out(tmp_path: Path) -> None:
+    """Grammars could not be compiled with them, and a prompt with one could not be computed."""
+    tokenizer = bytes_tokenizer("<s>", "</s>", "[PAD]")
+    declared = {"added_tokens_decoder": {"259": entry("<x>")}, "pad_token": "[PAD]"}
+    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": FAST | declared}
+    for size, kept in ((258, 0), (259, 1), (260, 2)):
+        config = {"config.json": {"vocab_size": size}}
+        checkpoint, text = opened(write(tmp_path / str(size), files | config))
+        ids = {"<s>": 256, "</s>": 257} | dict([("[PAD]", 258), ("<x>", 259)][:kept])
+        assert {token.content: at for at, token in text.tokenizer.get_added_tokens_decoder().items()} == ids
+        LLTokenizer((checkpoint.path / "tokenizer.json").read_text(), n_vocab=size)
+        assert any("[PAD]" in note for note in checkpoint.notes) == (size == 258)
 
 
 def test_a_gap_before_a_declared_token_stays(tmp_path: Path) -> None:
@@ -279,6 +294,7 @@ def test_a_gap_before_a_declared_token_stays(tmp_path: Path) -> None:
     declared = {"added_tokens_decoder": {"280": entry(CONTROL[1])}, "eos_token": CONTROL[1]}
     checkpoint, text = opened(write(tmp_path / "model", side_files({"tokenizer_config.json": declared})))
     assert text.encode(f"a{CONTROL[1]}", add_special_tokens=False)[-1] == 280 == checkpoint.eos_token_ids[0]
+    assert text.encode("<s></s>", add_special_tokens=False) == [256, 257]
 
 
 def test_an_id_that_cannot_be_given_is_refused(tmp_path: Path) -> None:
@@ -309,7 +325,8 @@ def test_what_is_put_around_a_text_is_decided_by_tokenizer_json(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_complete_tokenizer_json_is_used_as_it_is(kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "model", {"tokenizer.json": KINDS[kind]().to_str(), "tokenizer_config.json": FAST})
+    files = {"tokenizer.json": KINDS[kind]().to_str(), "tokenizer_config.json": FAST}
+    path = write(tmp_path / "model", files | {"config.json": {"vocab_size": 1000}})
     checkpoint, text = opened(path)
     assert checkpoint.path == path and checkpoint.source is None and not checkpoint.notes
     check_equal(text, path)
