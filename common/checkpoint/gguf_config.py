@@ -232,6 +232,23 @@ def _plain(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
     return {"attention_bias": "blk.0.attn_q.bias" in model.tensors}
 
 
+def _starcoder2(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "norm_epsilon": common["layer_norm_eps"],
+        "use_bias": "blk.0.attn_q.bias" in model.tensors,
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": model.get("attention.sliding_window"),
+    }
+
+
+def _cohere(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "logit_scale": float(model.get("logit_scale", 1.0)),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+    }
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, rotated_pairs=True),
     "qwen2": Architecture("qwen2", _qwen2),
@@ -246,6 +263,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture("granite", _granite, rotated_pairs=True),
     "smollm3": Architecture("smollm3", _plain, rotated_pairs=True),
     "olmo2": Architecture("olmo2", _plain),
+    "arcee": Architecture("arcee", _plain, rotated_pairs=True),
+    "starcoder2": Architecture("starcoder2", _starcoder2),
+    "command-r": Architecture("cohere", _cohere),
 }
 """The architectures that are served, by ``general.architecture``."""
 

@@ -33,7 +33,12 @@ class Target:
         return "{}" in self.name
 
 
-_TOP = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", OUTPUT: "lm_head.weight"}
+_TOP = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
+    OUTPUT: "lm_head.weight",
+}
 _PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -69,6 +74,7 @@ _OTHER_PARTS: Mapping[str, Mapping[str, str]] = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {
         "attn_post_norm": "post_attention_layernorm",

@@ -15,7 +15,7 @@ ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "gpt_oss": "gpt-oss", "mistral": "llama",
     "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "gemma": "gemma", "granite": "granite", "smollm3": "smollm3",
-    "olmo2": "olmo2",
+    "olmo2": "olmo2", "arcee": "arcee", "starcoder2": "starcoder2", "cohere": "command-r",
 }  # fmt: skip
 Encode = Callable[[str, np.ndarray[Any, Any]], tuple[np.ndarray[Any, Any], Any]]
 """Returns the blocks and the ggml type of a tensor by its name in the file and its float32 values."""
@@ -72,7 +72,10 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("norm_epsilon", config.get("layer_norm_eps")))
     writer.add_rope_dimension_count(head_dim)
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full.get("rope_theta", 10_000.0))
@@ -93,6 +96,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     if width := config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(width)
+    if config["model_type"] == "cohere":
+        writer.add_logit_scale(config["logit_scale"])
     if config["model_type"] == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
@@ -156,7 +161,7 @@ def _parts(
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield (name, values) of the tensors that a weight becomes. ``#N`` after a name: expert N of a stack."""
     kind, pieces = config["model_type"], name.split(".")
-    if kind in ("llama", "mistral", "mixtral", "granite", "smollm3") and pieces[-2] in ("q_proj", "k_proj"):
+    if kind in ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee") and pieces[-2] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if pieces[-2] == "q_proj" else "num_key_value_heads"]
         shape = values.shape
         values = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)

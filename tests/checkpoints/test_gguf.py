@@ -100,6 +100,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
     "olmo2": ("olmo2", {}),
+    "arcee": ("arcee", {}),
+    "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": None}),
+    "command-r": ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
 }
 
 
