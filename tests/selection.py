@@ -72,6 +72,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/model/test_collective",
             "unit/common/model/test_process_group",
             "unit/common/quantization/test_gguf_blocks",
+            "unit/common/quantization/test_hub_formats",
             "unit/common/quantization/test_weight",
         ),
         # start processes in most of their tests (matplotlib does, to list the installed fonts)

@@ -17,12 +17,11 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from common.quantization.floats import FP4_VALUES, power_of_two
 from common.quantization.packing import pack_nibbles
 from common.quantization.weight import QuantizedWeight, concatenate, requantize
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of the float4 e2m1 numbers, by their bits."""
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 """ggml types of plain numbers."""
 _EXPANDED = frozenset("IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S TQ1_0 TQ2_0 NVFP4 Q1_0".split())
@@ -211,13 +210,6 @@ def _iq4_xs(b: torch.Tensor) -> QuantizedWeight:
 
 def _mxfp4(b: torch.Tensor) -> QuantizedWeight:
     return _weight(b, 4, b[:, :, 1:], power_of_two(b[:, :, 0]), **_table(FP4_VALUES))
-
-
-def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return ``2 ** (exponent - 128)`` of uint8 exponents in bfloat16, which holds all of them exactly."""
-    wide = exponents.int()
-    bits = torch.where(wide < 2, 0x20 << wide.clamp(max=1), (wide - 1).clamp(min=0) << 7)
-    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 READERS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {

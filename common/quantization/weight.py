@@ -17,6 +17,8 @@ from common.quantization.packing import pack_nibbles, unpack_nibbles
 Coding = Literal["int", "e4m3", "table"]
 GROUPS = (128, 64, 32, 16)
 """Columns that a group can have."""
+EXPANDED = ", expanded to 8 bits"
+"""How ``source`` ends of a weight that was dequantized and rounded again."""
 _PER_ROW = ("codes", "scales", "zeros", "minima", "sub_scales", "sub_minima")
 _CHUNK = 1 << 24
 """Elements that are rounded at a time, to bound the memory of float32 copies."""
@@ -246,4 +248,4 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
 
 def requantize(values: torch.Tensor, source: str) -> QuantizedWeight:
     """Round a dequantized weight [out, in] to 8 bits in groups of 32, for formats that are not kept as they are."""
-    return replace(quantize(values, 8, 32), source=f"{source}, expanded to 8 bits")
+    return replace(quantize(values, 8, 32), source=source + EXPANDED)

@@ -10,7 +10,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from common.quantization.gguf_blocks import READERS, is_expanded, numbers_of, power_of_two, size_of, weight_of
+from common.quantization.floats import power_of_two
+from common.quantization.gguf_blocks import READERS, is_expanded, numbers_of, size_of, weight_of
 
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
