@@ -71,6 +71,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/model/test_load",
             "unit/common/model/test_collective",
             "unit/common/model/test_process_group",
+            "unit/common/model/test_compact",
             "unit/common/quantization/test_gguf_blocks",
             "unit/common/quantization/test_hub_formats",
             "unit/common/quantization/test_weight",

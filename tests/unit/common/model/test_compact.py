@@ -1,0 +1,113 @@
+"""Layers over quantized weights, against dense products with the dequantized weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from common.model import compact
+from common.model.compact import CompactEmbedding, CompactLinear, round_activations
+from common.quantization.weight import QuantizedWeight, quantize
+from tests.unit.common.quantization.test_weight import KINDS, random_weight
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "_CHUNK", 1000)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, share: float) -> bool:
+    """Return whether no element differs by more than ``share`` of the largest."""
+    return float((found - expected).abs().max()) <= share * float(expected.abs().max())
+
+
+def some_rows(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_products_are_those_of_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
+    weight, bias = random_weight(kind, 50), some_rows(50)
+    x = some_rows(2, 3, 256).to(dtype)
+    layer = CompactLinear(weight, bias, dtype, exact=True)
+    expected = functional.linear(x, weight.dequantize(dtype)) + bias.to(dtype)
+    found = layer(x)
+    assert found.dtype == dtype and found.shape == (2, 3, 50)
+    assert near(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert (layer.weight.dtype, layer.weight.shape, layer.weight.is_meta) == (dtype, (50, 256), True)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_products(activation: str) -> None:
+    gate, up = random_weight("int4", 10, seed=1), random_weight("int4", 10, seed=2)
+    x = some_rows(4, 256) / 100
+    layer = CompactLinear.joined([gate, up], [None, None], torch.float32, exact=True, activation=activation)
+    act = compact.ACTIVATIONS[activation]
+    expected = act(functional.linear(x, gate.dequantize())) * functional.linear(x, up.dequantize())
+    assert near(layer(x), expected, 1e-5)
+    assert layer.out_features == 10 and layer.quantized is not None
+
+
+def test_weights_of_several_formats_in_one_layer() -> None:
+    weights = [random_weight(kind, 6, seed=at) for at, kind in enumerate(("int4", "int4", "two levels"))]
+    bias = some_rows(6)
+    layer = CompactLinear.joined(weights, [None, bias, None], torch.float32, exact=True)
+    x = some_rows(5, 256)
+    dense = torch.cat([weight.dequantize() for weight in weights])
+    expected = functional.linear(x, dense, torch.cat([torch.zeros(6), bias, torch.zeros(6)]))
+    assert near(layer(x), expected, 1e-5)
+    assert layer.quantized is None and [part.shape[0] for part in layer.parts] == [12, 6]
+
+
+def test_no_rows() -> None:
+    for exact in (True, False):
+        layer = CompactLinear(random_weight("int8"), None, torch.float32, exact=exact)
+        assert layer(torch.zeros(2, 0, 256)).shape == (2, 0, 6)
+
+
+def with_order(weight: QuantizedWeight) -> QuantizedWeight:
+    return replace(weight, order=torch.randperm(256, generator=torch.Generator().manual_seed(3)).int())
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_integer_products_round_each_group_of_activations(ordered: bool, group: int) -> None:
+    weight = random_weight("int8", 9, 256 // group, group)
+    weight = with_order(weight) if ordered else weight
+    x = some_rows(3, 256)
+    x[1, 7], x[2] = 1000.0, 0.0  # an outlier, which must not cost the other groups, and a row of zeros
+    size = max(32, group)
+    columns = torch.arange(256) if weight.order is None else weight.order.long()
+    expected = torch.zeros_like(x)
+    for row in range(3):
+        for start in range(0, 256, size):
+            place = columns[start : start + size]
+            scale = float(x[row, place].abs().max()) / 127
+            for column in place.tolist():
+                expected[row, column] = round(float(x[row, column]) / scale) * scale if scale else 0.0
+    found = round_activations(x, weight)
+    assert near(found, expected, 1e-5)
+    layer = CompactLinear(weight, None, torch.float32, exact=False)
+    assert near(layer(x), functional.linear(expected, weight.dequantize()), 1e-5)
+
+
+def test_integer_products_are_near_exact_ones() -> None:
+    weight = quantize(some_rows(64, 250), 4, 32)
+    x = some_rows(16, 250, seed=2)
+    exact, integer = (CompactLinear(weight, None, torch.float32, exact=each)(x) for each in (True, False))
+    assert float((exact - integer).std() / exact.std()) < 0.01
+    assert not torch.equal(exact, integer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings(dtype: torch.dtype) -> None:
+    weight = random_weight("two levels", 20)
+    ids = torch.tensor([[3, 19], [0, 3]], dtype=torch.int32)
+    layer = CompactEmbedding(weight, dtype)
+    assert torch.equal(layer(ids), weight.dequantize(dtype)[ids.long()])
+    assert (layer.num_embeddings, layer.embedding_dim, layer.weight.dtype) == (20, 256, dtype)
+    assert layer(torch.zeros(0, dtype=torch.int64)).shape == (0, 256)
