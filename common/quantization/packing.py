@@ -24,6 +24,15 @@ def unpack_nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
     return torch.stack([groups & 15, groups >> 4], 2).view(rows, 2 * half)
 
 
+def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack ``codes`` uint8 [rows, columns] of 4 or 8 bits to int32 [rows, words], the first in the lowest bits. The
+    last word is filled with zeros."""
+    filled = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (_WORD // bits)))
+    if bits == 4:
+        filled = filled[:, ::2] | filled[:, 1::2] << 4
+    return filled.contiguous().view(torch.int32)
+
+
 def unpack_int32(words: torch.Tensor, bits: int, along: int, order: Sequence[int] | None = None) -> torch.Tensor:
     """Unpack the codes in int32 ``words`` [a, b] to uint8: dimension ``along`` grows to 32 / bits codes per word.
 

@@ -90,7 +90,7 @@ def test_integer_products_round_each_group_of_activations(ordered: bool, group: 
             for column in place.tolist():
                 expected[row, column] = round(float(x[row, column]) / scale) * scale if scale else 0.0
     found = round_activations(x, weight)
-    assert near(found, expected, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     layer = CompactLinear(weight, None, torch.float32, exact=False)
     assert near(layer(x), functional.linear(expected, weight.dequantize()), 1e-5)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from safetensors.torch import save_file
 from common.core.errors import StartError
 from common.quantization.awq import open_awq
 from common.quantization.compressed import open_compressed
+from common.quantization.export import exported, quantization_config
 from common.quantization.fp8 import open_fp8
 from common.quantization.gptq import open_gptq
 from common.quantization.mxfp4 import open_mxfp4
 from common.quantization.source import TensorFiles, WeightSource
-from common.quantization.weight import QuantizedWeight
+from common.quantization.weight import QuantizedWeight, quantize
 from tests.unit.common.quantization import hub_formats as hub
+from tests.unit.common.quantization.test_weight import random_weight
 
 MODULE = "model.layers.0.self_attn.q_proj"
 NORM = "model.norm.weight"
@@ -158,6 +161,34 @@ def test_pack_quantized_in_order_of_activation(tmp_path: Path) -> None:
     weight = weight_of(open_compressed(files_of(tmp_path, tensors), compressed(4, 32, actorder="group")))
     check(weight, expected)
     assert weight.order is not None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(16, 128), (13, 100)])
+def test_what_we_write_is_read_again(tmp_path: Path, bits: Literal[4, 8], shape: tuple[int, int]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    weight = quantize(values, bits, 64)
+    tensors = exported(weight)
+    settings = quantization_config(bits, 64, ["lm_head"])
+    found = weight_of(open_compressed(files_of(tmp_path, tensors), settings))
+    check(found, weight.dequantize().numpy())
+    assert (found.bits, found.group, found.nbytes) == (bits, 64, weight.nbytes)
+    # by the definition: signed values, packed with 2 ** (bits - 1) added
+    half = 1 << bits - 1
+    for n, k in ((0, 0), (3, 17), (12, 99)):
+        word = int(tensors["weight_packed"][n, k * bits // 32])
+        value = (word >> k * bits % 32 & (1 << bits) - 1) - half
+        zero = 0
+        if bits == 4:
+            zero = (int(tensors["weight_zero_point"][n * 4 // 32, k // 64]) >> n * 4 % 32 & 15) - half
+        assert float(tensors["weight_scale"][n, k // 64]) * (value - zero) == float(found.dequantize()[n, k])
+
+
+def test_weights_of_two_levels_are_not_written() -> None:
+    with pytest.raises(ValueError, match="no weight of plain groups"):
+        exported(random_weight("two levels"))
+    with pytest.raises(ValueError, match="has the zero 8"):
+        exported(replace(random_weight("int4"), zero=7))
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
