@@ -20,7 +20,7 @@ from common.quantization.fp8 import DROPPED, read_fp8, scales_of_rows
 from common.quantization.groups import Grouped, regroup
 from common.quantization.mxfp4 import mxfp4_weight
 from common.quantization.packing import unpack_int32, unpack_padded
-from common.quantization.source import TensorFiles, WeightSource
+from common.quantization.source import Make, TensorFiles, WeightSource
 from common.quantization.weight import QuantizedWeight
 
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -30,7 +30,7 @@ _DROPPED = (*DROPPED, "input_zero_point", "input_global_scale", "output_zero_poi
 def open_compressed(files: TensorFiles, settings: Mapping[str, Any]) -> WeightSource:
     """Return the weights of a checkpoint: a module is quantized if it has a ``weight_packed``, or a ``weight_scale``
     beside an int8 or float8 weight. Raises StartError for float8 types that are not read."""
-    compact, used = {}, list[str]()
+    compact, used = dict[str, Make](), list[str]()
     packed = set(files.modules("weight_packed"))
     for module in sorted(packed | set(files.modules("weight_scale"))):
         arguments = _arguments(settings, module)

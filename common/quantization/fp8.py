@@ -14,7 +14,7 @@ import torch
 
 from common.quantization.floats import power_of_two
 from common.quantization.groups import Grouped, regroup
-from common.quantization.source import TensorFiles, WeightSource, damaged
+from common.quantization.source import Make, TensorFiles, WeightSource, damaged
 from common.quantization.weight import QuantizedWeight
 
 E4M3 = "F8_E4M3"
@@ -29,7 +29,7 @@ def open_fp8(files: TensorFiles, settings: Mapping[str, Any]) -> WeightSource:
     a weight has no scale, or is no matrix."""
     given = settings.get("weight_block_size")
     block = (int(given[0]), int(given[1])) if given else None
-    compact, used = {}, list[str]()
+    compact, used = dict[str, Make](), list[str]()
     for module in files.modules("weight"):
         name = f"{module}.weight"
         if not files.dtype(name).startswith("F8"):

@@ -6,6 +6,7 @@ uint8 [experts, out, in / 32]. The low half of byte j is element 2j, the high ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ GROUP = 32
 
 def open_mxfp4(files: TensorFiles) -> WeightSource:
     """Return the weights of a checkpoint of gpt-oss. Raises StartError if its tensors do not fit together."""
-    stacked, used = {}, list[str]()
+    stacked, used = dict[str, Callable[[], list[QuantizedWeight]]](), list[str]()
     for name in (name.removesuffix("_blocks") for name in files.names if name.endswith("_blocks")):
         blocks, scales = f"{name}_blocks", f"{name}_scales"
         if scales not in files or files.shape(blocks) != (*files.shape(scales), GROUP // 2):
