@@ -116,7 +116,7 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     width = values.shape[1]
     if order is not None:
         values = values[:, order]
-    groups = functional.pad(values, (0, -width % size)).view(x.shape[0], -1, size)
+    groups = functional.pad(values, (0, -width % size)).unflatten(1, (-1, size))
     scales = groups.abs().amax(2, keepdim=True) / 127
     codes = (groups / torch.where(scales == 0, 1.0, scales)).round_().clamp_(-127, 127)
     rounded = (codes * scales).view(x.shape[0], groups.shape[1] * size)[:, :width]
@@ -126,7 +126,7 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 
 class CompactEmbedding(nn.Module):
-    """Rows of a quantized ``weight`` [tokens, width], dequantized on look-up: ids [...] to [..., width], in ``dtype``."""
+    """The rows of a ``weight`` [tokens, width], dequantized on look-up. Ids [...] to [..., width] in ``dtype``."""
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         super().__init__()

@@ -66,7 +66,8 @@ def regroup(weight: Grouped) -> QuantizedWeight:
     if group is None:
         return _rounded(weight)
     if zeros is not None and bool((zeros == zeros[0, 0]).all()):
-        zeros, zero = None, int(zeros[0, 0])
+        zero = int(zeros[0, 0])
+        zeros = None
     filler = torch.full((out,), zero) if zeros is None else zeros[:, -1]
     padding = -columns % group
     if (padding and int(filler.max()) >= 1 << bits) or (zeros is not None and int(zeros.max()) > 255):

@@ -13,16 +13,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from common.checkpoint.gguf import open_gguf
 from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
-from tests.checkpoints.gguf_maker import Encode, gguf_of
 
+from common.checkpoint.gguf import open_gguf
 from common.core.errors import StartError
 from common.quantization import gguf as reader
 from common.quantization.gguf import open_gguf_weights
 from common.quantization.source import WeightSource
+from tests.checkpoints.gguf_maker import Encode, gguf_of
 from tests.models import make_model
 
 KINDS = ("llama", "llama-untied", "mixtral", "qwen3", "qwen3-moe", "gemma2", "phi3", "gpt-oss")
