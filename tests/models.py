@@ -193,7 +193,16 @@ SERVED = tuple(kind for kind in KINDS if kind not in REFUSED)
 def make_model(kind: str, directory: Path, **overrides: Any) -> Path:
     """Write a checkpoint of ``kind`` with its tokenizer; ``overrides`` replace fields of the configuration."""
     model_type, fields = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **(fields | overrides))
+    return _write(kind, model_type, fields | overrides, directory)
+
+
+def make_of(model_type: str, directory: Path, **fields: Any) -> Path:
+    """Write a checkpoint of any ``model_type`` of transformers, with ``fields`` beside the usual sizes."""
+    return _write(model_type, model_type, _common(**fields), directory)
+
+
+def _write(kind: str, model_type: str, fields: dict[str, Any], directory: Path) -> Path:
+    config = AutoConfig.for_model(model_type, **fields)
     auto: Any = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     _draw_weights(model, seed=zlib.crc32(kind.encode()))

@@ -2,8 +2,9 @@
 
 The flags of transformers do not say reliably whether an architecture works with our attention, so the check runs the
 model. Our attention must be called exactly once per layer, and the logits must equal those of transformers' eager
-attention. The engine then repeats the comparison through its paged pool, in chunks and in a batch with another
-sequence. That detects a model that keeps state outside the KV cache.
+attention, at the positions that the model itself gives the tokens. The masks of the eager run must allow what our
+attention does, up to the longest context. The engine then repeats the comparison through its paged pool, in chunks and
+in a batch with another sequence. That detects a model that keeps state outside the KV cache.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from common.attention.torch_reference import attend_one
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.kv.layout import LayerLayout
+from common.model.masks import MaskRecorder, declared_window, difference
 
 PROBE_TOKENS = 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest accepted difference of logits, by their dtype. The difference of a row is the root mean square over the
 vocabulary, divided by the standard deviation of the row's logits; the median over rows counts."""
+
+LONGEST_MASK = 1 << 20
+"""Up to which position masks are compared."""
 
 QUANTISED_TOLERANCE = 0.25
 """The largest accepted difference for weights, activations or KV that are rounded to 8 bits."""
@@ -62,11 +67,11 @@ class Probe:
 
 
 def forward(
-    model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
+    model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None, keep: torch.Tensor | None
 ) -> torch.Tensor:
     """Run the model on T tokens and return logits [rows, vocab] in the model's dtype. ``input_ids`` and
-    ``position_ids`` are int64 [1, T]. ``keep`` (int64 [rows]) selects the tokens whose logits are returned; None
-    returns all T."""
+    ``position_ids`` are int64 [1, T]; None leaves the positions to the model. ``keep`` (int64 [rows]) selects the
+    tokens whose logits are returned; None returns all T."""
     extra: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
     logits: torch.Tensor = out.logits[0]
@@ -88,9 +93,10 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     tokens = probe_tokens(checkpoint)
     where = model.get_input_embeddings().weight.device
     ids, positions = torch.tensor([tokens], device=where), torch.arange(PROBE_TOKENS, device=where)[None]
+    masks, recorder = MaskRecorder(), Recorder()
     try:
-        eager = _eager(model, ids, positions)
-        recorder = Recorder()
+        with masks.record(model):
+            eager = _eager(model, ids, None)
         bind(model, recorder)
         ours = forward(model, ids, positions, None)
     except torch.OutOfMemoryError:
@@ -98,12 +104,15 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     except Exception as error:  # the model's code may raise anything
         raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
     layers = _layers(checkpoint, recorder)
+    if deviation(ours, eager) > TOLERANCE[eager.dtype] >= deviation(ours, _eager(model, ids, positions)):
+        raise _unfit(checkpoint, "it gives tokens other positions than 0, 1, 2, …")
+    _check_masks(checkpoint, model, masks, recorder)
     require_equal(checkpoint, ours, eager, "with our attention")
     peaks = tuple((k.tolist(), v.tolist()) for k, v in recorder.peaks)
     return Probe(layers, tuple(call for _, _, call in recorder.calls), tokens, eager, peaks)
 
 
-def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Return the logits with transformers' own attention."""
     model.set_attn_implementation("eager")
     try:
@@ -126,6 +135,25 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
         if kind == "sliding_attention" and call.params.window is None:
             raise _unfit(checkpoint, f"layer {layer} has a sliding window that it does not pass to attention")
     return tuple(layout for _, layout, _ in recorder.calls)
+
+
+def _check_masks(checkpoint: Checkpoint, model: Any, masks: MaskRecorder, recorder: Recorder) -> None:
+    """Raise StartError if a layer's mask in the eager run allows something else than our attention, at any position
+    that can be served; also if masks are not known and the configuration has a window that no layer passes."""
+    where, positions = model.get_input_embeddings().weight.device, min(checkpoint.position_limit, LONGEST_MASK)
+    found = dict[tuple[int, int | None], str]()
+    for layer, _, call in recorder.calls:
+        if (rule := masks.rules.get(layer)) is not None:
+            key = id(rule), call.params.window
+            if key not in found:
+                found[key] = difference(rule, call.params, positions, where)
+            if found[key]:
+                raise _unfit(checkpoint, f"of layer {layer}, {found[key]}")
+    if not masks.rules:
+        calls = [call.params for _, _, call in recorder.calls]
+        window = declared_window(model.config.get_text_config(), positions, calls)
+        if window is not None:
+            raise _unfit(checkpoint, f"it has a sliding window of {window:,} tokens that no layer passes to attention")
 
 
 def require_equal(
