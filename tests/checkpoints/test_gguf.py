@@ -260,7 +260,7 @@ def test_a_file_that_was_cut_is_refused(cut: float, checkpoint: Callable[[str], 
 
 @pytest.mark.parametrize(
     ("architecture", "words"),
-    [("mamba", "recurrent state"), ("t5", "decoder-only"), ("deepseek2", "latent"), ("new-one", "not one of gemma")],
+    [("mamba", "recurrent state"), ("t5", "decoder-only"), ("deepseek2", "latent"), ("new-one", "not one of arcee")],
 )
 def test_architectures_that_are_not_served(architecture: str, words: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), architecture)
