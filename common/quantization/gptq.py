@@ -41,9 +41,14 @@ def _read(files: TensorFiles, module: str, settings: Mapping[str, Any]) -> Quant
     size = int(settings.get("group_size") or -1)
     if size < 1 or -(-columns // size) != groups:  # modules may have settings of their own
         size = -(-columns // groups)
-    zeros = unpack_int32(files.read(f"{module}.qzeros"), bits, 1).t()[: scales.shape[0]].int()
+    zeros = unpack_int32(files.read(f"{module}.qzeros"), bits, 1).t()
+    if len(zeros) - 32 >= len(scales):
+        raise ValueError(f"its qzeros are for {len(zeros)} rows, not {len(scales)}")
+    zeros = zeros[: len(scales)].int()
     if "v2" not in str(settings.get("checkpoint_format") or settings.get("format") or ""):
         zeros = zeros + 1
+    if group_of is None and settings.get("desc_act"):
+        raise ValueError("it has no g_idx, which says the order of its columns")
     if group_of is not None:
         group_of = group_of.long()
         if int(group_of.min()) < 0 or int(group_of.max()) >= groups:

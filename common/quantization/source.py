@@ -14,6 +14,9 @@ from common.core.errors import StartError
 from common.quantization.weight import EXPANDED, QuantizedWeight
 
 Make = Callable[[], QuantizedWeight]
+_CODES = frozenset(("I8", "U8", "I32"))
+_CODED = frozenset(("weight", "weight_packed", "qweight", "qzeros"))
+"""Last parts of names of tensors that, of these types, have codes and not numbers."""
 _Read = TypeVar("_Read", QuantizedWeight, list[QuantizedWeight])
 
 
@@ -67,12 +70,16 @@ class WeightSource:
                 found = make()
             except (ValueError, RuntimeError, IndexError) as error:
                 raise damaged(name, str(error)) from error
-            for weight in [found] if isinstance(found, QuantizedWeight) else found:
+            for weight in _each(found):
                 if weight.source.endswith(EXPANDED):
                     self._expanded[weight.source] += 1
             return found
 
         return read
+
+
+def _each(found: QuantizedWeight | list[QuantizedWeight]) -> list[QuantizedWeight]:
+    return [found] if isinstance(found, QuantizedWeight) else found
 
 
 def damaged(name: str, why: str) -> StartError:
@@ -104,7 +111,10 @@ class TensorFiles:
         return self._files[name].get_slice(name)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in memory of its own: the file may change while the model is served."""
+        """Return a tensor in memory of its own: the file may change while the model is served. Raises ValueError if
+        there is none of this name."""
+        if name not in self:
+            raise ValueError(f"there is no tensor {name}")
         return self._files[name].get_tensor(name).clone()
 
     def find(self, name: str) -> torch.Tensor | None:
@@ -125,7 +135,7 @@ class TensorFiles:
 
     def rest(self, used: Iterable[str], dropped: Sequence[str] = ()) -> tuple[dict[str, Lazy], list[str]]:
         """Return all tensors that are not ``used``, and notes on those that are left out since their name ends in one
-        of ``dropped``."""
+        of ``dropped``. Raises StartError if one of the others has codes instead of numbers."""
         taken, left, counts = set(used), dict[str, Lazy](), Counter[str]()
         for name in self._files:
             if name in taken:
@@ -133,6 +143,9 @@ class TensorFiles:
             if end := next((each for each in dropped if name.endswith(f".{each}")), ""):
                 counts[end] += 1
             else:
+                kind = self.dtype(name)
+                if kind.startswith("F8") or (kind in _CODES and name.rpartition(".")[2] in _CODED):
+                    raise damaged(name, f"it is of type {kind}, without the tensors that say what it stands for")
                 left[name] = self.lazy(name)
         return left, [f"{_count(count, 'tensor')} {end} not used" for end, count in sorted(counts.items())]
 

@@ -68,8 +68,9 @@ def check(source: WeightSource, original: Path, kind_of: Callable[[str], Type]) 
 
 
 def read_all(source: WeightSource) -> None:
-    for read in source.compact().values():
-        read()
+    for reads in (source.compact(), source.stacked()):
+        for read in reads.values():
+            read()
     for lazy in source.plain().values():
         lazy[...]
 
@@ -93,6 +94,24 @@ def test_weights_are_those_of_the_checkpoint(
     original = made(kind)
     file = gguf_of(original, tmp_path / "model.gguf", encode=encode_as({}, type_))
     check(open_gguf_weights(open_gguf([file])), original, lambda _: type_)
+
+
+def test_experts_in_mxfp4(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """As the published gpt-oss files have them."""
+    original = made("gpt-oss")
+    encode = encode_as({"_exps": Type.MXFP4}, Type.Q8_0)
+    source = open_gguf_weights(open_gguf([gguf_of(original, tmp_path / "model.gguf", encode=encode)]))
+    check(source, original, lambda name: Type.MXFP4 if "experts" in name else Type.Q8_0)
+    experts = [weight for read in source.stacked().values() for weight in read()]
+    assert {(weight.bits, weight.coding) for weight in experts} == {(4, "table")} and not source.notes
+
+
+def test_experts_over_shards(made: Callable[[str], Path], tmp_path: Path) -> None:
+    original = made("qwen3-moe")
+    gguf_of(original, tmp_path / "model.gguf", encode=encode_as({}, Type.Q5_1), shards=2)
+    shards = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(shards) > 2
+    check(open_gguf_weights(open_gguf(shards)), original, lambda _: Type.Q5_1)
 
 
 def test_types_may_differ_between_tensors(made: Callable[[str], Path], tmp_path: Path) -> None:
@@ -152,6 +171,25 @@ def test_a_file_that_has_become_shorter_is_an_error(made: Callable[[str], Path],
         written.truncate(last.offset + 1)
     with pytest.raises(StartError, match="become shorter"):
         read_all(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llama", "ffn_down.weight"), ("qwen3-moe", "ffn_up_exps"), ("gpt-oss", "ffn_gate_exps")]
+)
+@pytest.mark.parametrize("type_", [Type.Q8_0, Type.Q4_1])
+def test_a_scale_that_is_no_number_is_an_error(
+    kind: str, name: str, type_: Type, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = gguf_of(made(kind), tmp_path / "model.gguf", encode=encode_as({}, type_))
+    model = open_gguf([file])
+    tensor = next(tensor for tensor in model.tensors.values() if f"blk.1.{name}" in tensor.name)
+    read_all(open_gguf_weights(model))
+    with file.open("r+b") as written:  # the scale of the last block
+        written.seek(tensor.offset + tensor.nbytes - gguf.GGML_QUANT_SIZES[type_][1])
+        written.write(np.float16("nan").tobytes())
+    with pytest.raises(StartError, match="not finite") as raised:
+        read_all(open_gguf_weights(model))
+    assert tensor.name in raised.value.what
 
 
 def test_heads_that_do_not_divide_the_rows_are_an_error(made: Callable[[str], Path], tmp_path: Path) -> None:
