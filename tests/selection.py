@@ -74,6 +74,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/model/test_compact",
             "unit/common/quantization/test_gguf_blocks",
             "unit/common/quantization/test_hub_formats",
+            "unit/common/quantization/test_rounded",
             "unit/common/quantization/test_weight",
         ),
         # start processes in most of their tests (matplotlib does, to list the installed fonts)

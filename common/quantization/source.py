@@ -35,7 +35,12 @@ class WeightSource:
     "…mlp.experts.3.up_proj.weight"). ``stacked``: returns one matrix [out, in] per expert of a tensor that the model
     has for all experts ("…mlp.experts.gate_up_proj"). ``plain``: all other tensors, read when they are indexed.
     Reading raises StartError if the tensors do not fit together.
+
+    ``unrounded``: the tensors behind ``compact`` if these are rounded by us, for layers that do not take them; empty if
+    the checkpoint has only the quantized ones.
     """
+
+    unrounded: Mapping[str, Lazy] = {}
 
     def __init__(
         self,
