@@ -64,32 +64,43 @@ def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
     """Render the golden items with the model's chat template, the reference as the answer. Raises StartError if the
     model cannot take them."""
     text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
+    return [rendered(text, record) for record in read_golden(golden)[0]]
 
-    def ids(record: dict[str, Any], answer: Sequence[Any] = ()) -> list[int]:
+
+def rendered(text: TextModel, record: dict[str, Any]) -> Chat:
+    """Render a golden item. Raises StartError if the model cannot take it."""
+
+    def ids(answer: Sequence[Any] = ()) -> list[int]:
         tools = {"tools": record["tools"]} if "tools" in record else {}
         body = {"messages": [*record["messages"], *answer], "add_generation_prompt": not answer, **tools}
         return text.encode_chat(parse_chat(body))
 
-    found = []
-    for record in read_golden(golden)[0]:
-        try:
-            prompt, whole = ids(record), ids(record, [record["reference"]])
-        except RequestError as error:
-            raise StartError("this model cannot take the golden set", str(error), "name another model") from error
-        if whole[: len(prompt)] != prompt or len(whole) > LONGEST:
-            asked = record["messages"][-1]["content"]
-            raise StartError(
-                "a golden item cannot be used",
-                f"{asked!r}: the chat does not begin with its prompt, or is too long",
-                "correct the item",
-            )
-        found.append(Chat(whole, len(prompt)))
-    return found
+    try:
+        prompt, whole = ids(), ids([record["reference"]])
+    except RequestError as error:
+        raise StartError("this model cannot take the golden set", str(error), "name another model") from error
+    if whole[: len(prompt)] != prompt or len(whole) > LONGEST:
+        asked = record["messages"][-1]["content"]
+        raise StartError(
+            "a golden item cannot be used",
+            f"{asked!r}: the chat does not begin with its prompt, or is too long",
+            "correct the item",
+        )
+    return Chat(whole, len(prompt))
 
 
 def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> torch.Tensor:
     """Return the log probabilities of each token of each answer, given those before it: [answer tokens, vocabulary],
     float32, in order."""
+    found: list[list[torch.Tensor]] = [[] for _ in asked]
+    for place, row in rows(checkpoint, way, asked):
+        found[place].append(row)
+    return torch.stack([row for each in found for row in each])
+
+
+def rows(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the log probabilities [vocabulary] of each token of each answer, float32, with the index of the chat: those
+    of several chats in turn, those of one chat in order."""
     dtype, quantization, kv_cache_dtype = way
     blocks = AT_ONCE * -(-LONGEST // 16)
     engine = load_engine(
@@ -97,13 +108,10 @@ def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -
         batch_hint=AT_ONCE, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     try:
-        rows: list[list[torch.Tensor]] = [[] for _ in asked]
         for first in range(0, len(asked), AT_ONCE):
             for batch, places in _steps(asked[first : first + AT_ONCE]):
                 logits = engine.logits(batch).float().log_softmax(-1)
-                for place, row in zip(places, logits, strict=True):
-                    rows[first + place].append(row)
-        return torch.stack([row for each in rows for row in each])
+                yield from ((first + place, row) for place, row in zip(places, logits, strict=True))
     finally:
         engine.close()
 

@@ -30,7 +30,7 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
     filled = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (_WORD // bits)))
     if bits == 4:
         filled = filled[:, ::2] | filled[:, 1::2] << 4
-    return filled.contiguous().view(torch.int32)
+    return filled.clone(memory_format=torch.contiguous_format).view(torch.int32)  # also if it is one row or column
 
 
 def unpack_int32(words: torch.Tensor, bits: int, along: int, order: Sequence[int] | None = None) -> torch.Tensor:
@@ -41,7 +41,7 @@ def unpack_int32(words: torch.Tensor, bits: int, along: int, order: Sequence[int
     """
     if along == 0:
         return unpack_int32(words.t(), bits, 1, order).t()
-    words = words.contiguous()
+    words = words.clone(memory_format=torch.contiguous_format)  # also if it is one row or column
     rows, columns = words.shape
     if _WORD % bits:
         codes = _stream(words, bits)

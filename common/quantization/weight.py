@@ -200,29 +200,32 @@ def make(codes: torch.Tensor, bits: Literal[4, 8], group: int, scales: torch.Ten
 # -- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def quantize(weight: torch.Tensor, bits: Literal[4, 8], group: int = 64) -> QuantizedWeight:
+def quantize(
+    weight: torch.Tensor, bits: Literal[4, 8], group: int = 64, scales: torch.dtype = torch.float16
+) -> QuantizedWeight:
     """Round ``weight`` [out, in] to the nearest codes, in groups of ``group`` columns.
 
-    8 bits: symmetric, zero 128, codes 1 to 255. 4 bits: an integer zero per group. Scales are float16 and are rounded
-    before the codes are chosen. Raises ValueError if a value is not finite or beyond float16's scales.
+    8 bits: symmetric, zero 128, codes 1 to 255. 4 bits: an integer zero per group. Scales are of type ``scales``,
+    float16 or bfloat16, and are rounded before the codes are chosen. Raises ValueError if a value is not finite or
+    beyond the scales' type.
     """
     rows = max(1, _CHUNK // max(1, weight.shape[1]))
-    parts = [_quantize(weight[at : at + rows], bits, group) for at in range(0, weight.shape[0], rows)]
+    parts = [_quantize(weight[at : at + rows], bits, group, scales) for at in range(0, weight.shape[0], rows)]
     joined = concatenate(parts)
     assert joined is not None
     return joined
 
 
-def _quantize(weight: torch.Tensor, bits: Literal[4, 8], group: int) -> QuantizedWeight:
+def _quantize(weight: torch.Tensor, bits: Literal[4, 8], group: int, dtype: torch.dtype) -> QuantizedWeight:
     out, columns = weight.shape
     values = torch.nn.functional.pad(weight.detach().float(), (0, -columns % group)).view(out, -1, group)
     if bits == 8:
-        scales = _round_up(values.abs().amax(2) / 127)
+        scales = _round_up(values.abs().amax(2) / 127, dtype)
         codes = (values / _divisor(scales)).round_().clamp_(-127, 127) + 128
         zeros, zero, most = None, 128, 255
     else:
         low, high = values.amin(2).clamp_(max=0), values.amax(2).clamp_(min=0)
-        scales = _round_up((high - low) / 15)
+        scales = _round_up((high - low) / 15, dtype)
         zeros = (-low / _divisor(scales)[:, :, 0]).round_().clamp_(0, 15)
         codes = ((values / _divisor(scales)).round_() + zeros[:, :, None]).clamp_(0, 15)
         zero, most, zeros = 0, 15, zeros.to(torch.uint8)
@@ -233,12 +236,12 @@ def _quantize(weight: torch.Tensor, bits: Literal[4, 8], group: int) -> Quantize
     return QuantizedWeight((out, columns), bits, group, packed, scales, zero=zero, zeros=zeros, most=most)
 
 
-def _round_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round scales of at least 0 to float16: to the nearest, but up where the nearest is so small that the largest code
-    would not reach (subnormal numbers)."""
-    rounded = scales.half()
+def _round_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round scales of at least 0 to a type of 16 bits: to the nearest, but up where the largest code would then fall
+    short by more than 1/4 of a step."""
+    rounded = scales.to(dtype)
     short = rounded.float() * 1.002 < scales
-    return torch.where(short, (rounded.view(torch.int16) + 1).view(torch.float16), rounded)
+    return torch.where(short, (rounded.view(torch.int16) + 1).view(dtype), rounded)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from common.config.coordinator import CoordinatorConfig
 from common.config.eval import EvalConfig
 from common.config.keygen import KeygenConfig
 from common.config.options import Loaded, load
+from common.config.quantize import QuantizeConfig
 from common.config.scale import ScaleConfig
 from common.config.status import StatusConfig
 from common.config.up import UpConfig
@@ -97,6 +98,10 @@ COMMANDS = {
         Command(
             "eval", "score a running server's answers to a set of questions", EvalConfig, "bench.eval.evaluate:run",
             measures=True,
+        ),
+        Command(
+            "quantize", "write a checkpoint with its linear layers in 4 or 8 bits, and what that costs in quality",
+            QuantizeConfig, "deploy.cli.quantize:run",
         ),
         Command(
             "bench serve", "load-test any OpenAI-compatible server", BenchServeConfig,
