@@ -18,7 +18,7 @@ from typing import Any
 from common.checkpoint import context, hub
 from common.checkpoint.convert_tokenizer import readable_text
 from common.checkpoint.end_tokens import EndToken, find_end_tokens
-from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, check_served, read_format
+from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, read_format
 from common.checkpoint.generation import clamp
 from common.checkpoint.json_files import read_json
 from common.checkpoint.support import architecture_of, refuse_unsupported
@@ -189,7 +189,6 @@ def _open_gguf(model: str, path: Path, revision: str | None, note: str = "") -> 
     from common.checkpoint import gguf, gguf_config, gguf_tokenizer  # here, since they import numpy and tokenizers
     from common.checkpoint.gguf_names import targets
 
-    check_served(GGUF, model)
     found = gguf.open_gguf(gguf.shards_of(path))
     config, generation = gguf_config.config_of(found), gguf_config.generation_of(found)
     refuse_unsupported(model, config)

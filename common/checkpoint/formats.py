@@ -1,4 +1,4 @@
-"""In which format a checkpoint stores its weights, as far as its configuration says, and which formats are served.
+"""In which format a checkpoint stores its weights, as far as its configuration says, and which formats are read.
 
 ``quantization_config`` of config.json names the method. Methods that are not read are refused with what they are and
 what to use in their place.
@@ -26,11 +26,9 @@ class WeightFormat:
 
 SAFETENSORS = WeightFormat("safetensors", "", "safetensors")
 GGUF = WeightFormat("gguf", "gguf", "GGUF")
-SERVED_METHODS = frozenset({""})
-"""Methods whose weights the engine loads."""
 KNOWN_METHODS = frozenset({"gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "gguf"})
 """Methods that :func:`read_format` describes; every other one is refused."""
-INSTEAD = "use the model's unquantized checkpoint, with --quantization int8 if memory is short"
+INSTEAD = "use a GGUF, GPTQ or AWQ checkpoint of the model, or an unquantized one with --quantization int8"
 
 _REFUSED = {
     "bitsandbytes": ("bitsandbytes", "only its own CUDA kernels read them"),
@@ -62,8 +60,8 @@ _COMPRESSED_REFUSED = {
 
 
 def read_format(config: Mapping[str, Any], model: str = "this checkpoint") -> WeightFormat:
-    """Return the format of the weights of a transformers checkpoint. Raises StartError if it is one that cannot be
-    read, now or later."""
+    """Return the format of the weights of a transformers checkpoint. Raises StartError if it is one that is not
+    read."""
     settings = _settings(config)
     if settings is None:
         return SAFETENSORS
@@ -76,13 +74,6 @@ def read_format(config: Mapping[str, Any], model: str = "this checkpoint") -> We
     if why := _unreadable(method, settings):
         raise _refused(model, f"its weights are quantized with {why}, a packing that is not read")
     return WeightFormat("safetensors", method, " ".join(_described(method, settings)), settings)
-
-
-def check_served(weights: WeightFormat, model: str) -> None:
-    """Raise StartError if the engine does not load ``weights``."""
-    if weights.method not in SERVED_METHODS:
-        why = f"its weights are in {weights.shown}, which Tandem does not serve yet"
-        raise StartError(f"cannot serve {model}", why, INSTEAD)
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.formats import check_served, read_format
+from common.checkpoint.formats import read_format
 from common.core.errors import StartError
 
 STATEFUL = frozenset(
@@ -36,8 +36,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bool = False) -> None:
     """Raise StartError unless ``config`` is of a decoder-only causal language model that transformers supports, with
-    weights in a format that is served."""
-    check_served(read_format(config, model), model)
+    weights in a format that is read."""
+    read_format(config, model)
     kind, architecture = str(config.get("model_type", "")), architecture_of(config)
     name, why, todo = architecture or kind, None, _DECODERS
     classes = causal_models()

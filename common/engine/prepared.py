@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from common.checkpoint.files import Checkpoint
+from common.core.errors import StartError
 from common.engine.faults import shortage_in_words
 from common.engine.parallel import Leader
 from common.kernels import triton
@@ -21,9 +22,11 @@ from common.model.gpu_layers import fuse_gpu_layers
 from common.model.layers import fuse_layers
 from common.model.linears import PackedLinear, pack_linears
 from common.model.load import Progress, detach_from_files, load_model, read_weights
+from common.model.load_compact import load_compact
 from common.model.probe import Probe, probe
 from common.model.rotary import freeze_rotary
 from common.platform.device import Device
+from common.quantization.open import open_source
 
 FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on it"
 
@@ -31,8 +34,9 @@ FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on i
 @dataclass(frozen=True)
 class PreparedModel:
     """A model on device ``where``, and what was done to it: ``fused`` layers in C, ``packed`` linear layers, linear
-    layers ``rounded`` to fp8. ``seen`` is what its probe found. ``weights`` and ``rotary`` are hashes: of all weights
-    in the files, and of frozen rotary frequencies ("" for none). ``notes`` are choices in words."""
+    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format. ``seen`` is what its
+    probe found. ``weights`` and ``rotary`` are hashes: of all weights in the files, and of frozen rotary frequencies
+    ("" for none). ``notes`` are choices in words."""
 
     model: nn.Module
     where: torch.device
@@ -43,6 +47,7 @@ class PreparedModel:
     fused: int
     packed: int
     rounded: Sequence[Fp8Linear]
+    formats: Mapping[str, int]
     notes: list[str]
 
     @property
@@ -67,6 +72,9 @@ class PreparedModel:
             by_onednn = any(isinstance(each, PackedLinear) for each in self.model.modules())
             how = f"for about {batch_hint} rows per step" if by_onednn else "for any number of rows"
             yield f"{self.packed} linear layers packed {how}"
+        if self.formats:
+            kept = ", ".join(f"{count} in {name}" for name, count in self.formats.items())
+            yield f"weights stay quantized: {kept}; products are exact, in torch, which is slow"
         if self.quantization == "int8":
             yield "linear layers quantized to int8: half the memory of bfloat16, slightly different results"
         if self.rounded:
@@ -96,7 +104,12 @@ def prepare(
     at."""
     weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None)
     where, int8 = torch.device(machine.address), quantization == "int8"
-    if leader is None:
+    source, formats, remarks = open_source(checkpoint), dict[str, int](), list[str]()
+    if source is not None:
+        _check_compact(checkpoint, quantization, leader)
+        loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=True, where=where)
+        model, formats, remarks = loaded.model, dict(loaded.formats), loaded.notes
+    elif leader is None:
         model = load_model(checkpoint, dtype, trust_remote_code)
     else:
         model = leader.load(checkpoint, dtype, trust_remote_code, where)
@@ -111,7 +124,20 @@ def prepare(
             notes += fuse_for_gpu(model, gpu_fusion, where, ranks)
     packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
     detach_from_files(model)
-    return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, notes)
+    notes = [*remarks, *notes]
+    return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, formats, notes)
+
+
+def _check_compact(checkpoint: Checkpoint, quantization: str, leader: Leader | None) -> None:
+    """Raise StartError if a quantized checkpoint is to be quantized again, or split among ranks."""
+    shown = checkpoint.format.shown
+    if quantization != "none":
+        why = f"its weights are quantized already, in {shown}"
+        raise StartError(f"cannot serve {checkpoint.name} with --quantization {quantization}", why, "omit it")
+    if leader is not None:
+        why = f"its weights are quantized, in {shown}"
+        todo = "serve it with --tensor-parallel-size 1"
+        raise StartError(f"cannot split {checkpoint.name} among {leader.size} ranks", why, todo)
 
 
 def move(model: nn.Module, where: torch.device) -> None:

@@ -83,6 +83,11 @@ def probe_tokens(checkpoint: Checkpoint) -> list[int]:
     return [(7 + 13 * i * i) % checkpoint.vocab_size for i in range(PROBE_TOKENS)]
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters; those of packed and quantized layers are on "meta"."""
+    return next(each.device for each in model.parameters() if each.device.type != "meta")
+
+
 @torch.inference_mode()
 def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     """Run the model on 32 tokens with eager attention and with ours, without the paged pool. StartError, with the
@@ -91,7 +96,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     if not {"position_ids", "logits_to_keep"} <= parameters.keys():
         raise _unfit(checkpoint, "its forward pass takes no position_ids or no logits_to_keep")
     tokens = probe_tokens(checkpoint)
-    where = model.get_input_embeddings().weight.device
+    where = device_of(model)
     ids, positions = torch.tensor([tokens], device=where), torch.arange(PROBE_TOKENS, device=where)[None]
     masks, recorder = MaskRecorder(), Recorder()
     try:

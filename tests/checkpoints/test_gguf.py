@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.checkpoint import formats, hub
+from common.checkpoint import hub
 from common.checkpoint.files import open_checkpoint
 from common.checkpoint.gguf import GgufModel, open_gguf, shards_of
 from common.checkpoint.gguf_names import head_order, targets
@@ -33,7 +33,6 @@ KINDS = ("llama", "llama-untied", "mixtral", "qwen3", "qwen3-moe", "gemma2", "ph
 @pytest.fixture(autouse=True)
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(formats, "SERVED_METHODS", formats.SERVED_METHODS | {"gguf"})
 
 
 def weights_of(model: GgufModel, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -281,13 +280,6 @@ def test_a_tensor_without_a_place_is_an_error(checkpoint: Callable[[str], Path],
     with pytest.raises(StartError) as caught:
         open_checkpoint(str(file))
     assert "blk.1.attn_x.weight" in caught.value.why
-
-
-def test_a_file_is_refused_until_its_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "SERVED_METHODS", frozenset({""}))
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(StartError, match="not serve yet"):
-        open_checkpoint(str(tmp_path / "x.gguf"))
 
 
 NAMES = (
