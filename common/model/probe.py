@@ -145,7 +145,7 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
 def _check_masks(checkpoint: Checkpoint, model: Any, masks: MaskRecorder, recorder: Recorder) -> None:
     """Raise StartError if a layer's mask in the eager run allows something else than our attention, at any position
     that can be served; also if masks are not known and the configuration has a window that no layer passes."""
-    where, positions = model.get_input_embeddings().weight.device, min(checkpoint.position_limit, LONGEST_MASK)
+    where, positions = device_of(model), min(checkpoint.position_limit, LONGEST_MASK)
     found = dict[tuple[int, int | None], str]()
     for layer, _, call in recorder.calls:
         if (rule := masks.rules.get(layer)) is not None:
