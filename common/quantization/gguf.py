@@ -22,8 +22,8 @@ from common.quantization.gguf_blocks import FLOATS, numbers_of, weight_of
 from common.quantization.source import Lazy, Make, WeightSource, damaged
 from common.quantization.weight import QuantizedWeight, concatenate, requantize
 
-_CHUNK = 64 << 20
-"""Bytes of a tensor that are read at a time."""
+_CHUNK = 1 << 20
+"""Bytes of a tensor that are read at a time: few enough that what is made of them stays in a core's cache."""
 _FUSED = frozenset({"gpt-oss"})
 """Architectures whose model in transformers has one tensor for all experts, [experts, in, out]."""
 

@@ -20,8 +20,8 @@ GROUPS = (128, 64, 32, 16)
 EXPANDED = ", expanded to 8 bits"
 """How ``source`` ends of a weight that was dequantized and rounded again."""
 _PER_ROW = ("codes", "scales", "zeros", "minima", "sub_scales", "sub_minima")
-_CHUNK = 1 << 24
-"""Elements that are rounded at a time, to bound the memory of float32 copies."""
+_CHUNK = 1 << 19
+"""Elements that are rounded at a time: few enough that the float32 copies stay in a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
