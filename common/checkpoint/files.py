@@ -21,6 +21,7 @@ from common.checkpoint.end_tokens import EndToken, find_end_tokens
 from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, read_format
 from common.checkpoint.generation import clamp
 from common.checkpoint.json_files import read_json
+from common.checkpoint.sizes import Sizes, rounded, sizes_of_gguf, sizes_of_safetensors
 from common.checkpoint.support import architecture_of, refuse_unsupported
 from common.checkpoint.text_directory import key_of, text_directory
 from common.checkpoint.weights import choose_files, read_header
@@ -29,6 +30,8 @@ from common.kv.layout import ELEMENT_BYTES, KvDtype, LayerLayout
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _UNHASHED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
+ROUNDED = {"int8": 8, "int4": 4}
+"""Bits of a weight, by the way of quantizing at load."""
 _DTYPES: dict[str, KvDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -39,7 +42,8 @@ class Checkpoint:
 
     ``path`` is a directory with the configuration, the tokenizer and the chat templates as JSON files: the checkpoint's
     own, or one that was generated from it. ``source`` is the checkpoint itself, a directory or a file, None if it is
-    ``path``. ``end_tokens`` end a sequence. ``notes``: what was left out or changed, in words."""
+    ``path``. ``end_tokens`` end a sequence. ``notes``: what was left out or changed, in words. ``sizes``: what the
+    weights of a quantized checkpoint take in memory, else None."""
 
     path: Path
     name: str
@@ -52,6 +56,7 @@ class Checkpoint:
     format: WeightFormat = SAFETENSORS
     end_tokens: tuple[EndToken, ...] = ()
     notes: tuple[str, ...] = ()
+    sizes: Sizes | None = None
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -116,10 +121,15 @@ class Checkpoint:
         """Size of all weight files in bytes."""
         return sum(path.stat().st_size for path in self.weight_files)
 
-    def bytes_in(self, dtype: KvDtype) -> int:
-        """Return the bytes of the weights in memory, with elements of ``dtype``; quantized ones stay as they are."""
-        if self.format.method:
-            return self.weight_bytes
+    def bytes_in(self, dtype: KvDtype, quantization: str = "none") -> int:
+        """Return the bytes of the weights in memory, with elements of ``dtype``. Quantized ones stay quantized; others
+        are rounded by a ``quantization`` "int8" or "int4"."""
+        sizes = self.sizes
+        if sizes is None and quantization in ROUNDED:
+            tied = bool(self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings")))
+            sizes = rounded((read_header(path)[1] for path in self.weight_files), ROUNDED[quantization], tied)
+        if sizes is not None:
+            return sizes.bytes_in(ELEMENT_BYTES[dtype])
         return self.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[self.dtype]
 
     def kv_layers(self) -> tuple[LayerLayout, ...] | None:
@@ -169,6 +179,7 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     generation, changed = clamp(read_json(path / "generation_config.json") or {})
     text, converted = readable_text(model, path, _vocab_size(config), trust_remote_code)
     ends, dropped = find_end_tokens(text, config, generation)
+    kind = read_format(config, model)
     return Checkpoint(
         path=text,
         name=model,
@@ -178,7 +189,8 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
         weight_files=weights,
         fingerprint=fingerprint(config, weights, revision),
         source=None if text == path else path,
-        format=read_format(config, model),
+        format=kind,
+        sizes=sizes_of_safetensors((read_header(file)[1] for file in weights), kind) if kind.method else None,
         end_tokens=ends,
         notes=(*notes, *changed, *([converted] if converted else []), *dropped),
     )
@@ -208,6 +220,7 @@ def _open_gguf(model: str, path: Path, revision: str | None, note: str = "") -> 
         format=GGUF,
         end_tokens=tuple(EndToken(end.id, end.text, end.why.replace("generation_config.json", "GGUF")) for end in ends),
         notes=(*([note] if note else []), *dropped),
+        sizes=sizes_of_gguf(found.tensors.values()),
     )
 
 

@@ -28,7 +28,7 @@ from common.kv.scales import KvScales
 from common.kv.storage.fp8 import Fp8Codec
 from common.kv.storage.tensors import DTYPES
 from common.model.gpu_layers import PARTS
-from common.model.load import Progress, dtype_of, weight_bytes
+from common.model.load import Progress, dtype_of
 from common.model.parallel import whole_peaks
 from common.model.probe import QUANTISED_TOLERANCE
 from common.platform import memory
@@ -190,7 +190,7 @@ def _most_for_kv(
     if machine.gpu is None:
         return memory.kv_budget()
     ranks = 1 if leader is None else leader.size
-    weights = weight_bytes(checkpoint, dtype) // ranks
+    weights = checkpoint.bytes_in(dtype) // ranks
     return ranks * most_for_kv(machine.gpu.total_bytes, machine.gpu.free_bytes, weights, share)
 
 

@@ -102,7 +102,7 @@ def prepare(
     compute fastest on ``machine``. The other parameters are those of :func:`common.engine.loading.load_engine`. Raises
     StartError if it cannot be served here, also if another process has taken the GPU's memory since it was looked
     at."""
-    weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None)
+    weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None, quantization=quantization)
     where, int8 = torch.device(machine.address), quantization == "int8"
     source, formats, remarks = open_source(checkpoint), dict[str, int](), list[str]()
     if source is not None:

@@ -23,6 +23,7 @@ from common.checkpoint.files import Checkpoint
 from common.checkpoint.weights import indexed_files
 from common.core.errors import StartError
 from common.kv.budget import human_bytes
+from common.kv.layout import KvDtype
 from common.kv.storage.tensors import DTYPES
 from common.platform.memory import free_memory
 
@@ -34,12 +35,19 @@ _CHUNK_BYTES = 1 << 20
 log = logging.getLogger("tandem.load")
 
 
-def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None = None, *, for_gpu: bool = False) -> str:
+def read_weights(
+    checkpoint: Checkpoint,
+    dtype: KvDtype,
+    progress: Progress | None = None,
+    *,
+    for_gpu: bool = False,
+    quantization: str = "none",
+) -> str:
     """Read every shard through the page cache; return a hash over all their bytes, 16 hex digits (XXH3-64, which
-    detects accidents, not forgeries). StartError if memory is too small for the weights in ``dtype``; those ``for_gpu``
-    are copied from the mapped files, unless they have to be converted."""
+    detects accidents, not forgeries). StartError if memory is too small for the weights in ``dtype``, after
+    ``quantization``; those ``for_gpu`` are copied from the mapped files, unless they have to be converted."""
     if not for_gpu or dtype != checkpoint.dtype:
-        _check_memory(checkpoint, dtype)
+        _check_memory(checkpoint, dtype, quantization)
     progress, files = progress or default_progress(), checkpoint.weight_files
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
     for index, path in enumerate(files):
@@ -91,13 +99,6 @@ def _slices(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
             yield name, file.get_slice(name)
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """Return the bytes of all weights in ``dtype``; quantized ones stay as they are."""
-    if checkpoint.format.method:
-        return checkpoint.weight_bytes
-    return checkpoint.weight_bytes * DTYPES[dtype].itemsize // DTYPES[checkpoint.dtype].itemsize
-
-
 def quiet_transformers() -> Any:
     """Return the module ``transformers``, without progress bars and warnings, and with our attention registered."""
     import transformers
@@ -108,8 +109,8 @@ def quiet_transformers() -> Any:
     return transformers
 
 
-def _check_memory(checkpoint: Checkpoint, dtype: str) -> None:
-    need = weight_bytes(checkpoint, dtype)
+def _check_memory(checkpoint: Checkpoint, dtype: KvDtype, quantization: str) -> None:
+    need = checkpoint.bytes_in(dtype, quantization)
     if need > (free := free_memory()):
         raise StartError(
             f"too little memory for the weights of {checkpoint.name}",

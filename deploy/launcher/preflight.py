@@ -100,7 +100,8 @@ def check_memory(
             scaling=checkpoint.scaling,
         )
         if place.gpu is None:
-            _check_host(checkpoint, plan.blocks * layout.block_bytes, coming.count(place), _ranks(config))
+            weights = checkpoint.bytes_in(dtype, config.quantization)
+            _check_host(weights, plan.blocks * layout.block_bytes, coming.count(place), _ranks(config))
 
 
 def _most_for_kv(
@@ -116,11 +117,11 @@ def _most_for_kv(
     return most if config.kv_cache_memory is None else config.kv_cache_memory
 
 
-def _check_host(checkpoint: Checkpoint, wanted: int, coming: int, ranks: int) -> None:
-    """Check this machine's memory for ``coming`` workers on the CPU with ``ranks`` ranks and ``wanted`` bytes of KV
-    each."""
+def _check_host(weights: int, wanted: int, coming: int, ranks: int) -> None:
+    """Check this machine's memory for ``coming`` workers on the CPU with ``ranks`` ranks, and ``weights`` and
+    ``wanted`` bytes of KV each."""
     free = memory.free_memory()
-    process = checkpoint.weight_bytes + PROCESS_BYTES * ranks
+    process = weights + PROCESS_BYTES * ranks
     if process * coming > free:
         raise StartError(
             f"cannot start {coming} workers",
