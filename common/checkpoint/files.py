@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -107,13 +107,15 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> KvDtype:
         """Element type of the weights: that of the configuration, else the most frequent one of the tensors."""
+        return self.dtype_among(entry["dtype"] for path in self.weight_files for entry in read_header(path)[1].values())
+
+    def dtype_among(self, kinds: Iterable[str]) -> KvDtype:
+        """Return the element type of the weights, of which each tensor has one of ``kinds`` (safetensors' names)."""
         config = self.config
         named = config.get("dtype") or config.get("torch_dtype") or self.text_config.get("dtype")
         if known := next((dtype for dtype in _DTYPES.values() if dtype == named), None):
             return known
-        counts: Counter[str] = Counter()
-        for path in self.weight_files:
-            counts.update(entry["dtype"] for entry in read_header(path)[1].values())
+        counts = Counter(kinds)
         return next((_DTYPES[kind] for kind, _ in counts.most_common() if kind in _DTYPES), "float32")
 
     @cached_property
@@ -155,7 +157,7 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     path = Path(model).expanduser()
     if not path.is_dir():
         if path.is_file() and path.suffix.lower() == ".gguf":
-            return _open_gguf(model, path, revision)
+            return open_gguf_checkpoint(model, path, revision)
         if path.suffix.lower() == ".gguf":
             raise StartError(f"cannot open {model}", "there is no such GGUF file", "check the path")
         name, tag = hub.split_tag(model)
@@ -164,18 +166,31 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
         if tag or not (first / "config.json").is_file():
             file, note = hub.choose_gguf(hub.gguf_names(name, revision, first), tag)
             if file:
-                return _open_gguf(model, hub.download_gguf(name, revision, file), revision, note)
+                return open_gguf_checkpoint(model, hub.download_gguf(name, revision, file), revision, note)
             if tag:
-                why = f"its repository has no GGUF file named {tag}"
-                raise StartError(f"cannot open {model}", why, "give another part of a file's name, or leave it out")
-        refuse_unsupported(model, _read_config(model, first), trust_remote_code)
+                raise hub.no_such_gguf(model, tag)
+        refuse_unsupported(model, read_config(model, first), trust_remote_code)
         path = hub.download_rest(name, revision, first, trust_remote_code)
     if not (path / "config.json").is_file() and (names := sorted(file.name for file in path.glob("*.gguf"))):
         file, note = hub.choose_gguf(names, "")
-        return _open_gguf(model, path / file, revision, note if len(names) > 1 else "")
-    config = _read_config(model, path)
+        return open_gguf_checkpoint(model, path / file, revision, note if len(names) > 1 else "")
+    config = read_config(model, path)
     refuse_unsupported(model, config, trust_remote_code)
     weights, notes = choose_files(model, path)
+    return assemble(model, revision, config, path, weights, notes, trust_remote_code)
+
+
+def assemble(
+    model: str,
+    revision: str | None,
+    config: dict[str, Any],
+    path: Path,
+    weights: tuple[Path, ...],
+    notes: Sequence[str],
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Return the checkpoint of ``config`` with ``weights``, whose other files are in the directory ``path``. Raises
+    StartError if one cannot be read or served."""
     generation, changed = clamp(read_json(path / "generation_config.json") or {})
     text, converted = readable_text(model, path, _vocab_size(config), trust_remote_code)
     ends, dropped = find_end_tokens(text, config, generation)
@@ -196,7 +211,7 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     )
 
 
-def _open_gguf(model: str, path: Path, revision: str | None, note: str = "") -> Checkpoint:
+def open_gguf_checkpoint(model: str, path: Path, revision: str | None, note: str = "") -> Checkpoint:
     """Open the model in a GGUF file, or in all shards of which ``path`` is one."""
     from common.checkpoint import gguf, gguf_config, gguf_tokenizer  # here, since they import numpy and tokenizers
     from common.checkpoint.gguf_names import targets
@@ -236,7 +251,7 @@ def _vocab_size(config: dict[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _read_config(model: str, path: Path) -> dict[str, Any]:
+def read_config(model: str, path: Path) -> dict[str, Any]:
     """Return the content of config.json in the directory ``path``. Raises StartError if there is none."""
     if (config := read_json(path / "config.json")) is not None:
         return config

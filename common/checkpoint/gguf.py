@@ -165,7 +165,7 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
     tensors, headers = dict[str, GgufTensor](), list[bytes]()
     metadata: dict[str, Any] = {}
     for at, path in enumerate(paths):
-        file = _open(path)
+        file = open_gguf_file(path)
         values = file.values()
         if int(values.get("split.count") or 1) != len(paths) or int(values.get("split.no") or 0) != at:
             raise _damaged(path, f"it is shard {values.get('split.no', 0)} of {values.get('split.count', 1)}")
@@ -183,7 +183,8 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
     return GgufModel(architecture, metadata, tensors, tuple(paths), b"".join(headers))
 
 
-def _open(path: Path) -> GgufFile:
+def open_gguf_file(path: Path) -> GgufFile:
+    """Read the header of one file. Raises StartError if it is damaged."""
     try:
         with np.errstate(all="ignore"):
             file = GgufFile(path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from common.checkpoint.weights import ADAPTER, IGNORED, INDEX, indexed_files
 from common.core.errors import StartError
@@ -73,6 +75,21 @@ def gguf_names(model: str, revision: str | None, first: Path) -> list[str]:
     return sorted(name for name in names if name.lower().endswith(".gguf"))
 
 
+def no_such_gguf(model: str, tag: str) -> StartError:
+    """Return the error for a tag that names no file."""
+    why = f"its repository has no GGUF file named {tag}"
+    return StartError(f"cannot open {model}", why, "give another part of a file's name, or leave it out")
+
+
+def gguf_shards(name: str) -> list[str]:
+    """Return the names of all shards of the GGUF file ``name``; [``name``] if it is whole."""
+    found = _SHARD.search(name)
+    if found is None:
+        return [name]
+    start, count = name[: found.start()], int(found[2])
+    return [f"{start}-{at + 1:05d}-of-{found[2]}.gguf" for at in range(count)]
+
+
 def download_gguf(model: str, revision: str | None, name: str) -> Path:
     """Return the local path of the GGUF file ``name``, downloaded if needed with all its shards. Raises StartError."""
     pattern = _SHARD.sub(r"-*-of-\2.gguf", name)
@@ -91,6 +108,38 @@ def download_rest(model: str, revision: str | None, first: Path, code: bool) -> 
     return _download(model, revision, (*TEXT_FILES, *TEMPLATES, *weights, *(("*.py",) if code else ())), LEFT_OUT)
 
 
+def download_text(model: str, revision: str | None) -> Path:
+    """Return the local snapshot with the configuration, the tokenizer and the templates. Raises StartError."""
+    return _download(model, revision, (*TEXT_FILES, *TEMPLATES), LEFT_OUT)
+
+
+def weight_names(model: str, revision: str | None) -> list[str]:
+    """Return the names of the safetensors files of a repository without an index, [] if it cannot be listed."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        names = list_repo_files(model, revision=revision)
+    except Exception:  # its errors (offline, absent, gated) have no common base class
+        return []
+    top = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    return [name for name in top if not any(map(Path(name).match, IGNORED))]
+
+
+@contextlib.contextmanager
+def open_remote(model: str, revision: str | None, name: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file of a repository; of it only what is read is fetched. Yield it and its length in bytes. Raises
+    StartError."""
+    from huggingface_hub import HfFileSystem
+
+    try:
+        with HfFileSystem().open(f"{model}/{name}", "rb", revision=revision, block_size=1 << 20) as file:
+            yield file, int(file.size)
+    except StartError:
+        raise
+    except Exception as error:  # its errors have no common base class
+        raise _unreachable(model, error) from error
+
+
 def _download(model: str, revision: str | None, patterns: tuple[str, ...], left_out: tuple[str, ...] = ()) -> Path:
     """Return the local snapshot of a hub repository with the files that match ``patterns`` and none of ``left_out``,
     downloaded if needed. Raises StartError if they cannot be downloaded."""
@@ -104,9 +153,13 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], left_
         )  # fmt: skip
         return Path(found)
     except Exception as error:  # its errors (offline, absent, gated, bad revision) have no common base class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StartError(
-            f"cannot open {model}",
-            f"there is no such directory, and the download from the hub failed: {reason[:200]}",
-            "check the path or the hub id, the network, and HF_TOKEN for gated models",
-        ) from error
+        raise _unreachable(model, error) from error
+
+
+def _unreachable(model: str, error: Exception) -> StartError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return StartError(
+        f"cannot open {model}",
+        f"there is no such directory, and the download from the hub failed: {reason[:200]}",
+        "check the path or the hub id, the network, and HF_TOKEN for gated models",
+    )

@@ -110,22 +110,23 @@ def read_header(path: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
     """Return the raw header of a safetensors file and the header's entries by tensor name; raises StartError if the
     file is damaged or cut short."""
     with path.open("rb") as file:
-        raw = _raw_header(file)
-        try:
-            tensors = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, "its header is not valid") from error
-        if 8 + len(raw) + end != os.fstat(file.fileno()).st_size:
-            raise _damaged(path, "its size does not match its header")
-    return raw, tensors
+        return parse_header(path, file, os.fstat(file.fileno()).st_size)
 
 
-def _raw_header(file: BinaryIO) -> bytes:
+def parse_header(path: Path, file: BinaryIO, length: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
+    """Return what :func:`read_header` does of ``file``, which is at its begin, ``length`` bytes long and called
+    ``path``."""
     size = int.from_bytes(file.read(8), "little")
     if not 2 <= size <= _MAX_HEADER_BYTES or len(raw := file.read(size)) != size:
-        raise _damaged(Path(file.name), "its header is cut short")
-    return raw
+        raise _damaged(path, "its header is cut short")
+    try:
+        tensors = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, "its header is not valid") from error
+    if 8 + size + end != length:
+        raise _damaged(path, "its size does not match its header")
+    return raw, tensors
 
 
 def _damaged(path: Path, why: str) -> StartError:

@@ -26,15 +26,18 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 DEFAULT_CONTROL_PORT = 8001
 _GGUF = re.compile(r"(?:.*/)?([^/]+?)(?:-\d{5}-of-\d{5})?\.gguf", re.IGNORECASE)
+MODEL = positional(
+    "directory or GGUF file of a checkpoint, or a Hugging Face hub id (owner/name, of GGUF files also "
+    "owner/name:TYPE); without it, the built-in model",
+    "model",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The model and the name under which it is served. An empty ``model`` means the built-in one."""
 
-    model: str = field(
-        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
-    )
+    model: str = field(metadata=MODEL)
     revision: str | None = option(
         None, "branch, tag or commit of a model from the hub", TEXT, "model", shown_default="main"
     )

@@ -32,6 +32,7 @@ from common.config.bench.wire import BenchWireConfig
 from common.config.chat import ChatConfig
 from common.config.coordinator import CoordinatorConfig
 from common.config.eval import EvalConfig
+from common.config.inspect import InspectConfig
 from common.config.keygen import KeygenConfig
 from common.config.options import Loaded, load
 from common.config.quantize import QuantizeConfig
@@ -94,6 +95,10 @@ COMMANDS = {
         Command(
             "status", "show the workers of a running server, their GPUs, and why a worker is absent", StatusConfig,
             "deploy.cli.status:run",
+        ),
+        Command(
+            "inspect", "show what a model is, needs, and how fast it will be, without loading it", InspectConfig,
+            "deploy.cli.inspect:run",
         ),
         Command(
             "eval", "score a running server's answers to a set of questions", EvalConfig, "bench.eval.evaluate:run",

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import formats
 from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
 from common.quantization.open import open_source
@@ -21,11 +20,6 @@ from tests.checkpoints.hub_maker import METHODS, is_linear, mxfp4_of, quantized_
 from tests.models import make_model
 
 KINDS = ("llama", "qwen3", "gemma2", "qwen3-moe", "mixtral", "phi3")
-
-
-@pytest.fixture(autouse=True)
-def all_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "SERVED_METHODS", formats.KNOWN_METHODS | {""})
 
 
 def opened(directory: Path) -> WeightSource:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import formats
 from common.checkpoint.files import open_checkpoint
 from common.quantization import export
 from common.quantization.open import open_source
@@ -23,11 +22,6 @@ from tests.checkpoints.hub_maker import METHODS, is_linear, quantized_of
 from tests.models import make_model
 
 KINDS = ("llama", "llama-untied", "qwen3-moe", "mixtral", "gemma2", "phi3")
-
-
-@pytest.fixture(autouse=True)
-def all_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "SERVED_METHODS", formats.KNOWN_METHODS | {""})
 
 
 def quantized(original: Path, out: Path, *flags: str) -> Path:

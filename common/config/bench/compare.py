@@ -12,8 +12,8 @@ from common.config.options import (
     TEXT,
     count,
     option,
-    positional,
 )
+from common.config.shared import MODEL
 from common.core.errors import StartError
 
 
@@ -21,9 +21,7 @@ from common.core.errors import StartError
 class BenchCompareConfig(ArrivalOptions, LoadOptions):
     """``tandem bench compare``: runs the same load on several systems, one after the other, on the same cores."""
 
-    model: str = field(
-        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
-    )
+    model: str = field(metadata=MODEL)
     systems: str | None = option(
         None,
         "systems to start in turn, separated by commas: 2p1d has 2 prefill workers and 1 decode worker, 2c "

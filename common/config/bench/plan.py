@@ -12,8 +12,8 @@ from common.config.options import (
     count,
     decimal,
     option,
-    positional,
 )
+from common.config.shared import MODEL
 from common.core.errors import StartError
 
 
@@ -21,9 +21,7 @@ from common.core.errors import StartError
 class BenchPlanConfig(ArrivalOptions):
     """``tandem bench plan``: simulates systems of several sizes with measured step costs."""
 
-    model: str = field(
-        metadata=positional("directory or Hugging Face hub id of a checkpoint; without it, the built-in model", "model")
-    )
+    model: str = field(metadata=MODEL)
     systems: str = option(
         "1p1d,2c,2p1d,1p2d,3c,3p1d,2p2d,1p3d,4c",
         "systems to simulate, separated by commas: 2p1d has 2 prefill workers and 1 decode worker, "

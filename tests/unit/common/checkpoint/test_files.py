@@ -153,8 +153,8 @@ def test_weights_of_a_refused_hub_model_are_not_downloaded(copy: Path, hub: list
     assert open_checkpoint("owner/name").path == copy
     assert hub[0] == FIRST and len(hub) == 2 and "*.safetensors" in hub[1]
     hub.clear()
-    change_config(copy, quantization_config={"quant_method": "gptq"})
-    assert "GPTQ" in reason("owner/name")
+    change_config(copy, quantization_config={"quant_method": "aqlm"})
+    assert "AQLM" in reason("owner/name")
     assert hub == [FIRST]
 
 
@@ -165,7 +165,7 @@ def test_a_file_is_refused_without_asking_the_hub(
     for name, why in (
         ("README.md", "it is a file"),
         ("model.safetensors", "it is a file"),
-        ("x.gguf", "GGUF, which Tandem does not serve yet"),
+        ("x.gguf", "the GGUF file is damaged"),
     ):
         (tmp_path / name).write_text("")
         assert why in reason(name)

@@ -1,0 +1,171 @@
+"""``tandem inspect`` of GGUF files and of hub repositories, of which no weights are downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from safetensors import safe_open
+
+from common.checkpoint import hub
+from common.checkpoint import preview as previews
+from common.checkpoint.preview import Preview, preview
+from common.core.errors import StartError
+from deploy.launcher.inspection import inspect
+from tests.checkpoints.gguf_maker import gguf_of
+from tests.e2e.system import tandem
+
+MODEL = "owner/name"
+
+
+class Hub:
+    """A repository with the files of a directory. ``fetched`` counts the bytes read of each file that was opened."""
+
+    def __init__(self, published: Path, local: Path) -> None:
+        self.published, self.local, self.fetched = published, local, dict[str, int]()
+
+    def download(self, model: str, revision: str | None, patterns: tuple[str, ...], out: tuple[str, ...] = ()) -> Path:
+        assert model == MODEL
+        self.local.mkdir(exist_ok=True)
+        for file in self.published.iterdir():
+            wanted = any(fnmatch(file.name, each) for each in patterns)
+            if wanted and not any(fnmatch(file.name, each) for each in out):
+                assert file.suffix not in (".safetensors", ".gguf"), "weights are downloaded"
+                shutil.copyfile(file, self.local / file.name)
+        return self.local
+
+    @contextlib.contextmanager
+    def open(self, model: str, revision: str | None, name: str) -> Iterator[tuple[BinaryIO, int]]:
+        file = self.published / name
+        with file.open("rb") as opened:
+            yield opened, file.stat().st_size
+            self.fetched[name] = opened.tell()
+
+
+@pytest.fixture
+def hub_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Hub]:
+    def make(published: Path) -> Hub:
+        made = Hub(published, tmp_path / "snapshot")
+        monkeypatch.setattr(hub, "_download", made.download)
+        monkeypatch.setattr(hub, "open_remote", made.open)
+        monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: [f.name for f in published.iterdir()])
+        monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+        return made
+
+    return make
+
+
+def parameters_of(directory: Path) -> int:
+    total = 0
+    with safe_open(directory / "model.safetensors", "numpy") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            total += file.get_tensor(name).size
+    return total
+
+
+def same(found: Preview, other: Preview) -> None:
+    one, two = inspect(found), inspect(other)
+    assert one.parameters == two.parameters and one.kv_bytes_per_token == two.kv_bytes_per_token
+    assert one.memory == two.memory and one.tensors == two.tensors and one.end_tokens == two.end_tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3", "gpt-oss"])
+def test_a_repository(kind: str, checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub]) -> None:
+    published = checkpoint(kind)
+    remote = hub_of(published)
+    found = preview(MODEL)
+    assert not found.local and not found.checkpoint.weight_files and found.checkpoint.name == MODEL
+    assert inspect(found).parameters == parameters_of(published)
+    assert 0 < remote.fetched["model.safetensors"] < (published / "model.safetensors").stat().st_size // 10
+    same(found, preview(str(published)))
+
+
+def test_a_repository_that_was_downloaded(checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub]) -> None:
+    remote = hub_of(checkpoint("llama"))
+    remote.local.mkdir()
+    shutil.copy(checkpoint("llama") / "model.safetensors", remote.local)
+    found = preview(MODEL)
+    assert found.local and found.checkpoint.fingerprint and not remote.fetched
+
+
+def test_a_repository_that_is_not_served_is_refused_first(
+    checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub]
+) -> None:
+    remote = hub_of(checkpoint("mamba"))
+    with pytest.raises(StartError, match="recurrent state"):
+        preview(MODEL)
+    assert not remote.fetched and not (remote.local / "tokenizer.json").exists()
+
+
+def test_a_repository_without_weights(
+    checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub], tmp_path: Path
+) -> None:
+    published = tmp_path / "published"
+    shutil.copytree(checkpoint("llama"), published, ignore=shutil.ignore_patterns("*.safetensors"))
+    hub_of(published)
+    with pytest.raises(StartError, match="no safetensors weights"):
+        preview(MODEL)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("first_bytes", [1 << 20, 512])
+def test_a_gguf_file_of_a_repository(
+    shards: int, first_bytes: int, checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The header is read whatever its length, and nothing behind it but what the first bytes have."""
+    monkeypatch.setattr(previews, "_FIRST_BYTES", first_bytes)
+    published = tmp_path / "published"
+    published.mkdir()
+    file = gguf_of(checkpoint("llama"), published / "tiny-F32.gguf", shards=shards)
+    remote = hub_of(published)
+    found = preview(f"{MODEL}:F32")
+    assert not found.local and found.checkpoint.format.container == "gguf" and len(remote.fetched) >= shards
+    assert inspect(found).parameters == parameters_of(checkpoint("llama"))
+    if first_bytes == 512:
+        assert all(count < (published / name).stat().st_size for name, count in remote.fetched.items())
+    same(found, preview(str(file)))
+    assert found.weight_bytes == sum(each.stat().st_size for each in published.iterdir())
+
+
+def test_a_damaged_gguf_file_of_a_repository(
+    checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub], tmp_path: Path
+) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    file = gguf_of(checkpoint("llama"), published / "tiny-F32.gguf")
+    file.write_bytes(file.read_bytes()[:9000])
+    hub_of(published)
+    with pytest.raises(StartError, match="damaged"):
+        preview(MODEL)
+
+
+def test_an_unknown_tag(checkpoint: Callable[[str], Path], hub_of: Callable[[Path], Hub]) -> None:
+    hub_of(checkpoint("llama"))
+    with pytest.raises(StartError, match="no GGUF file named Q4_0"):
+        preview(f"{MODEL}:Q4_0")
+
+
+def test_the_command_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
+    code = (
+        "import sys\nfrom deploy.cli.main import main\n"
+        "code = main(sys.argv[1:])\nassert not {'torch', 'transformers'} & set(sys.modules)\nsys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "inspect", str(checkpoint("qwen3-moe")), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["active_parameters"] < answer["parameters"] and any("experts" in each for each in answer["slow"])
+
+
+def test_the_command_fails_for_what_is_not_served(checkpoint: Callable[[str], Path]) -> None:
+    done = tandem("inspect", checkpoint("t5"))
+    assert done.returncode == 1 and "encoder-decoder" in done.stderr and "Traceback" not in done.stderr
