@@ -31,7 +31,7 @@ def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, star
         weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, v)
+    return torch.einsum("hqk,khd->qhd", weights, v).contiguous()  # models may call view on it
 
 
 class TorchReference:
