@@ -19,6 +19,7 @@ from torch import nn
 from common.attention.native import NativeAttention, NativePlan
 from common.engine.batch import FlatStep
 from common.kernels import cpu
+from common.model.compact import CompactEmbedding, CompactLinear
 from common.model.layers import FusedLayer, NativeNorm
 from common.model.linears import NativeLinear
 
@@ -35,24 +36,30 @@ class FusedDecoder:
         assert library is not None
         self._library = library
         self._rotary, self._norm, self._head = model.model.rotary_emb, model.model.norm, model.lm_head
-        self._embedding = model.model.embed_tokens.weight.detach().contiguous()
+        self._looks_up, table = model.model.embed_tokens, None
+        self._vocabulary, self._hidden = self._looks_up.weight.shape
+        groups = self._looks_up.address if isinstance(self._looks_up, CompactEmbedding) else None
+        if groups is None:
+            self._table = self._looks_up.weight.detach().contiguous()
+            table = self._table.data_ptr()
+        self._like = torch.empty(0, dtype=self._looks_up.weight.dtype)
         self._shapes = [backend.shape(each.layer_idx, each.query_heads, each.params) for each in layers]
         described = (layer.described(shape) for layer, shape in zip(layers, self._shapes, strict=True))
         self._layers = (cpu.DecoderLayer * len(layers))(*described)
         self._decoder = cpu.Decoder(
-            ctypes.addressof(self._layers), len(layers), self._embedding.data_ptr(), self._embedding.shape[0],
-            None, None, self._norm.address, self._head.address,
+            ctypes.addressof(self._layers), len(layers), table, groups, self._vocabulary, None, None,
+            self._norm.address, self._head.address,
         )  # fmt: skip
         self._address = ctypes.addressof(self._decoder)
         normed, projected, attended, gated = layers[0].widths
-        gated += _CACHE_LINE // self._embedding.element_size()  # rows must not begin whole pages apart
-        self._widths = (self._embedding.shape[1], normed, projected, attended, gated, layers[0].dim, layers[0].dim)
+        gated += _CACHE_LINE // self._like.element_size()  # rows must not begin whole pages apart
+        self._widths = (self._hidden, normed, projected, attended, gated, layers[0].dim, layers[0].dim)
         self._angles: tuple[torch.Tensor, ...] = ()
         self._positions = 0
         self._rooms: list[torch.Tensor] = []
         self._pointers: list[int] = []
         self._rows = 0
-        self._all_logits = self._logits = self._embedding.new_empty(0, self._head.out_features)
+        self._all_logits = self._logits = self._like.new_empty(0, self._head.out_features)
         self._kept = self._most_kept = 0
         self._logits_at = self._all_logits.data_ptr()
 
@@ -81,7 +88,7 @@ class FusedDecoder:
     def _keep(self, rows: int) -> None:
         """Make the logits ``rows`` rows long, in memory that grows with the largest step."""
         if rows > self._most_kept:
-            self._all_logits = self._embedding.new_empty(rows, self._head.out_features)
+            self._all_logits = self._like.new_empty(rows, self._head.out_features)
             self._logits_at, self._most_kept = self._all_logits.data_ptr(), rows
         self._kept, self._logits = rows, self._all_logits[:rows]
 
@@ -90,11 +97,11 @@ class FusedDecoder:
         ``positions``. Both are kept, and grow with the largest step. Their size is recorded last, so that a step for
         which memory is short fails alone."""
         if rows > self._rows:
-            rooms = [self._embedding.new_empty(rows, width) for width in self._widths]
+            rooms = [self._like.new_empty(rows, width) for width in self._widths]
             self._rooms, self._pointers, self._rows = rooms, [room.data_ptr() for room in rooms], rows
         if positions > self._positions:
             most = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
-            angles = self._rotary(self._embedding, torch.arange(most)[None])
+            angles = self._rotary(self._like, torch.arange(most)[None])
             self._angles = tuple(each[0].contiguous() for each in angles)
             self._decoder.cos, self._decoder.sin = (each.data_ptr() for each in self._angles)
             self._positions = most
@@ -109,7 +116,7 @@ class FusedDecoder:
                 case -1:
                     raise MemoryError("no memory for the buffers between a layer's kernels")
                 case -2:
-                    raise IndexError(f"a token outside the vocabulary of {self._embedding.shape[0]}")
+                    raise IndexError(f"a token outside the vocabulary of {self._vocabulary}")
             if on_layer is not None and until < last:
                 on_layer(until // 2)
             done = until
@@ -122,7 +129,11 @@ def find_decoder(model: nn.Module, backend: object) -> FusedDecoder | None:
     if not isinstance(backend, NativeAttention) or not layers or not all(type(each) is FusedLayer for each in layers):
         return None
     parts = getattr(decoder, "embed_tokens", None), getattr(decoder, "norm", None), getattr(model, "lm_head", None)
-    if tuple(map(type, parts)) != (nn.Embedding, NativeNorm, NativeLinear) or not hasattr(decoder, "rotary_emb"):
+    looks_up, norm, head = map(type, parts)
+    known = looks_up in (nn.Embedding, CompactEmbedding) and norm is NativeNorm and head in (NativeLinear, CompactLinear)
+    if not known or not hasattr(decoder, "rotary_emb"):
+        return None
+    if not all(getattr(part, "address", True) for part in parts):  # torch computes it
         return None
     if any(each.widths != layers[0].widths for each in layers):
         return None

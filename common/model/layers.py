@@ -8,6 +8,7 @@ numbers as before. A model that differs in a way unknown to us keeps the modelli
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from common.attention.interface import LayerAttention, Params, Rotation, bind
 from common.attention.torch_reference import attend_one
 from common.kernels import cpu
+from common.model.compact import MOST_PARTS, CompactLinear
 from common.model.linears import ACTIVATIONS, NativeLinear, gather, native_pays
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -25,6 +27,8 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _TRIAL_ROWS = 5
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest accepted difference of a layer's change to the residual stream, relative to the largest number in it."""
+_INTEGER_TOLERANCE = 3e-2
+"""The same where activations are rounded: tiny differences before may round to the next code."""
 
 
 class NativeNorm(nn.Module):
@@ -64,11 +68,10 @@ class FusedLayer(nn.Module):
         self.params = params
         self.input_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
-        self.qkv = NativeLinear(torch.cat([p.weight for p in projections]), _bias(projections), int8=int8)
-        self.out = NativeLinear(attention.o_proj.weight, attention.o_proj.bias, int8=int8)
-        gate = mlp.gate_proj, mlp.up_proj
-        self.gate_up = NativeLinear(torch.cat([p.weight for p in gate]), _bias(gate), activation, int8)
-        self.down = NativeLinear(mlp.down_proj.weight, mlp.down_proj.bias, int8=int8)
+        self.qkv = _joined(projections, None, int8)
+        self.out = _joined([attention.o_proj], None, int8)
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], activation, int8)
+        self.down = _joined([mlp.down_proj], None, int8)
         none = cpu.Norm()
         self.head_norms = [_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         self._rotary = cpu.Rotary(
@@ -121,7 +124,8 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
             continue
         if (fused := _try(layer, activation, rotary)) is not None:
             layers[index] = fused = FusedLayer(layer, activation, fused.params, int8) if int8 else fused
-            gather([fused.qkv, fused.out, fused.gate_up, fused.down])
+            every = fused.qkv, fused.out, fused.gate_up, fused.down
+            gather([linear for linear in every if isinstance(linear, NativeLinear)])
             count += 1
     if count == len(layers) and is_rms_norm(getattr(decoder, "norm", None)):
         decoder.norm = _norm(decoder.norm)
@@ -134,22 +138,24 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
 def _fits(layer: Any, int8: bool) -> str | None:
     """Return the activation's name if the layer has exactly the expected parts, in a dtype for which our kernels are
     faster; else None."""
-    if not has_usual_parts(layer):
+    if not has_usual_parts(layer, (nn.Linear, CompactLinear)):
         return None
-    linears = [m for m in layer.modules() if type(m) is nn.Linear]
-    weight = layer.self_attn.q_proj.weight
-    if weight.device.type != "cpu" or any(m.in_features % 2 for m in linears):
+    attention, mlp, library = layer.self_attn, layer.mlp, cpu.library()
+    config = getattr(attention, "config", None)
+    groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    if library is None or attention.q_proj.weight.dtype not in _TOLERANCE:
         return None
-    library, config = cpu.library(), getattr(layer.self_attn, "config", None)
-    if library is None or not native_pays(weight.dtype, int8) or layer.mlp.gate_proj.out_features % library.lanes():
+    if not all(_can_join(each, int8) for each in (*groups, (attention.o_proj,), (mlp.down_proj,))):
+        return None
+    if type(mlp.gate_proj) is nn.Linear and mlp.gate_proj.out_features % library.lanes():
         return None
     activation = getattr(config, "hidden_act", None)
     return activation if activation in ACTIVATIONS else None
 
 
-def has_usual_parts(layer: Any) -> bool:
-    """Return whether the layer has exactly the parts of a Llama's, plain linears and RMS norms, with or without norms
-    of heads."""
+def has_usual_parts(layer: Any, kinds: Sequence[type] = (nn.Linear,)) -> bool:
+    """Return whether the layer has exactly the parts of a Llama's, linears of ``kinds`` and RMS norms, with or without
+    norms of heads."""
     if {name for name, _ in layer.named_children()} != _PARTS:
         return False
     attention = {name for name, _ in layer.self_attn.named_children()}
@@ -158,7 +164,7 @@ def has_usual_parts(layer: Any) -> bool:
     if {name for name, _ in layer.mlp.named_children()} != _MLP_PARTS:
         return False
     norms = [m for name, m in layer.named_modules() if name.endswith(("norm", "layernorm"))]
-    return sum(type(m) is nn.Linear for m in layer.modules()) == 7 and all(map(is_rms_norm, norms))
+    return sum(type(m) in kinds for m in layer.modules()) == 7 and all(map(is_rms_norm, norms))
 
 
 def is_rms_norm(module: Any) -> bool:
@@ -170,7 +176,34 @@ def _norm(module: Any) -> NativeNorm:
     return NativeNorm(module.weight, module.variance_epsilon)
 
 
-def _bias(linears: tuple[Any, ...]) -> torch.Tensor | None:
+def _can_join(linears: Sequence[Any], int8: bool) -> bool:
+    """Return whether our kernels can compute ``linears`` as one product, and fast: either all are compact, or none."""
+    if all(type(linear) is CompactLinear for linear in linears):
+        return all(linear.address and linear.activation is None for linear in linears) and (
+            len({linear.exact for linear in linears}) == 1 and sum(len(linear.parts) for linear in linears) <= MOST_PARTS
+        )
+    weights = [linear.weight for linear in linears if type(linear) is nn.Linear]
+    if len(weights) < len(linears) or any(weight.device.type != "cpu" for weight in weights):
+        return False
+    return native_pays(weights[0].dtype, int8) and all(weight.shape[1] % 2 == 0 for weight in weights)
+
+
+def _joined(linears: Sequence[Any], activation: str | None, int8: bool) -> NativeLinear | CompactLinear:
+    """Return one layer of all rows of ``linears``; with an ``activation``, of a gate and the values. Compact ones keep
+    their weights."""
+    if type(linears[0]) is not CompactLinear:
+        weights = [linear.weight for linear in linears]
+        return NativeLinear(torch.cat(weights) if len(weights) > 1 else weights[0], _bias(linears), activation, int8)
+    if len(linears) == 1:
+        return linears[0]
+    parts = [part for linear in linears for part in linear.parts]
+    biases = [bias for linear in linears for bias in linear.biases]
+    return CompactLinear.joined(
+        parts, biases, linears[0].weight.dtype, exact=linears[0].exact, activation=activation
+    )
+
+
+def _bias(linears: Sequence[Any]) -> torch.Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     zero = [torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
@@ -225,4 +258,6 @@ def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
     if not isinstance(expected, torch.Tensor):
         return None
     change = (expected - hidden).float().abs().max()
-    return fused if bool((got - expected).float().abs().max() <= _TOLERANCE[dtype] * change) else None
+    rounded = any(type(m) is CompactLinear and not m.exact for m in layer.modules())
+    limit = max(_TOLERANCE[dtype], _INTEGER_TOLERANCE) if rounded else _TOLERANCE[dtype]
+    return fused if bool((got - expected).float().abs().max() <= limit * change) else None

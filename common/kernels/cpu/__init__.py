@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 10
+INTERFACE = 11
 """``tandem_interface`` of native.c: increased on both sides when the signature or meaning of a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -46,6 +46,18 @@ class Linear(ctypes.Structure):
         *((name, _P) for name in ("packed", "bias", "scale")),
         *((name, _I64) for name in ("in_features", "columns", "out")),
         *((name, _I32) for name in ("type", "activation", "halves")),
+        ("groups", _P),
+    )
+
+
+class Groups(ctypes.Structure):
+    """``struct groups``: a weight in groups, or a part of one."""
+
+    _fields_ = (
+        *((name, _P) for name in ("codes", "scales", "minima", "sub_scales", "sub_minima", "zeros")),
+        *((name, _P) for name in ("bias", "table", "order", "next")),
+        *((name, _I64) for name in ("in_features", "padded", "out")),
+        *((name, _I32) for name in ("bits", "coding", "group", "span", "zero", "most", "scale_type", "exact")),
     )
 
 
@@ -79,6 +91,7 @@ class Decoder(ctypes.Structure):
         ("layers", _P),
         ("count", _I64),
         ("embedding", _P),
+        ("embedding_groups", _P),
         ("vocabulary", _I64),
         *((name, _P) for name in ("cos", "sin", "norm", "head")),
     )
@@ -100,6 +113,8 @@ _SIGNATURES = {
     "tandem_borrowed_s": (ctypes.c_double, []),
     "tandem_give_back": (None, []),
     "tandem_decode": (ctypes.c_int, [_P, _P, _I64, _I64]),
+    "tandem_group_rows": (ctypes.c_int, [_P, _P, _I64, _P, _I64, ctypes.c_int]),
+    "tandem_group_variant": (ctypes.c_char_p, []),
     "tandem_lanes": (ctypes.c_int, []),
     "tandem_linear": (ctypes.c_int, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
@@ -128,6 +143,7 @@ class Library:
         self.borrowed_s = self._library.tandem_borrowed_s
         self.decode = self._library.tandem_decode
         self.give_back = self._library.tandem_give_back
+        self.group_rows = self._library.tandem_group_rows
         self.lanes = self._library.tandem_lanes
         self.linear = self._library.tandem_linear
         self.norm = self._library.tandem_norm
@@ -152,6 +168,8 @@ class Library:
         if self._library.tandem_use(variant.encode()):
             raise ValueError(f"kernels for {variant!r} do not run here, those for {', '.join(self.variants)} do")
         self.variant = variant
+        self.group_variant: str = self._library.tandem_group_variant().decode()
+        """Name of the instruction set for products with weights in groups."""
 
 
 @cache

@@ -1,13 +1,5 @@
 /* The parts of a transformer layer outside attention: linear layers over packed weights, norms, rotary embeddings. */
 
-INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
-{
-    if (type == FLOAT32)
-        *(floats *)((float *)to + at) = x;
-    else
-        NAME(store_bf16)((uint16_t *)to + at, x);
-}
-
 /* -- linear -------------------------------------------------------------------------------------------------------- */
 
 #define AMX_NR (2 * LANES) /* columns of B that a block of rows is multiplied by at a time */
@@ -47,13 +39,6 @@ static void NAME(pack_b_int8)(const int8_t *weight, long columns, long in, int p
                     panel[(s * width + c) * each + e] =
                         first + c < columns ? weight[(first + c) * in + s * each + e] : 0;
     }
-}
-
-INLINE floats NAME(apply_activation)(floats x, enum activation activation)
-{
-    if (activation == SILU)
-        return x / (NAME(exp)(NAME(select)(x < -80.0f, NAME(broadcast)(80.0f), -x)) + 1.0f);
-    return x * 0.5f * (NAME(tanh)((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
 }
 
 /* Finish the sums of a tile and write the results. In this order, each where there is one: scale; bias; the activation

@@ -140,7 +140,10 @@ struct linear { /* y = x @ weight.T + bias; with an activation, that of every ot
     int64_t in, columns, out; /* columns: of the weight, rounded up to vectors; out: elements that are written */
     int32_t type, activation;
     int32_t halves; /* whether a float32 weight is packed as the bfloat16 that equals it */
+    const struct groups *groups; /* the parts of a weight in groups, NULL for any other; they have the biases */
 };
+
+#include "groups.h"
 
 struct product {
     const void *from, *add; /* add: [rows, out_row], added to the result; may be ``to``, or NULL */
@@ -174,7 +177,8 @@ struct decoder_layer { /* the attention has the heads of the rotary embedding */
 struct decoder {
     const struct decoder_layer *layers;
     int64_t count;
-    const void *embedding; /* [vocabulary, hidden size] */
+    const void *embedding; /* [vocabulary, hidden size]; NULL for one in groups */
+    const struct groups *embedding_groups;
     int64_t vocabulary;
     const void *cos, *sin; /* [positions, rotated], of every position a pass may have */
     const struct norm *norm;
@@ -318,6 +322,14 @@ static const struct variant *const variants[] = {
 };
 static const struct variant *active = &variant_portable;
 
+#undef NAME
+#undef VARIANT_NAME
+#undef LANES
+#undef NR_VECTORS
+#undef MR
+#undef HAS_BF16_DOT
+#include "groups_variants.h"
+
 #ifdef AMX
 /* Whether the processor has AMX and the kernel lets this process use it, for which it must be asked. */
 static int request_amx(void)
@@ -359,7 +371,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Raised with every change of the interface to Python, so that a library of older sources is not used. */
-EXPORT int tandem_interface(void) { return 10; }
+EXPORT int tandem_interface(void) { return 11; }
 
 /* The name of the ``index``-th variant that runs here, the fastest first; NULL after the last. */
 EXPORT const char *tandem_variant(int index)
@@ -376,6 +388,7 @@ EXPORT int tandem_use(const char *name)
     for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
         if (!strcmp(variants[i]->name, name) && runs_here(variants[i])) {
             active = variants[i];
+            use_group_kernels(active);
             return 0;
         }
     return -1;
@@ -631,42 +644,63 @@ EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in,
     active->pack_b_int8(weight, columns, in, type == BFLOAT16 || active->split_row, to);
 }
 
-/* A product shared by threads, ``each`` panels per part. */
-struct gemm_job {
-    const struct linear *linear;
-    const struct product *product;
+/* Panels [first, last) of a product, shared by threads, ``each`` of them per part. */
+struct panel_job {
+    void (*run)(const void *of, long first, long last);
+    const void *of;
     long first, last, each;
 };
 
-static void gemm_part(void *of, long i)
+static void panel_part(void *of, long i)
 {
-    const struct gemm_job *work = of;
-    long first = work->first + i * work->each, last = first + work->each;
-    active->linear_panels(work->linear, work->product, first, last < work->last ? last : work->last);
+    const struct panel_job *job = of;
+    long first = job->first + i * job->each, last = first + job->each;
+    job->run(job->of, first, last < job->last ? last : job->last);
 }
 
-/* Compute the columns of panels [first, last). */
-static void gemm_panels(const struct linear *linear, const struct product *product, long first, long last, int threads)
+/* Run ``job`` for a product of ``rows`` rows, with ``multiplications`` per panel. */
+static void share_panels(struct panel_job *job, long rows, long multiplications, int threads)
 {
-    long panels = last - first;
-    if (acquire_helpers(product->rows)) {
-        long by_size = product->rows * product->in * panels * active->nr / PART_MULTIPLICATIONS;
+    long panels = job->last - job->first;
+    if (acquire_helpers(rows)) {
+        long by_size = multiplications * panels / PART_MULTIPLICATIONS;
         long by_hands = PARTS_PER_WORKER * max_workers(threads), most = by_size > by_hands ? by_size : by_hands;
-        long parts = most > MIN_PARTS ? most : MIN_PARTS, each = (panels + parts - 1) / parts;
-        struct gemm_job work = {linear, product, first, last, each};
-        run_shared(gemm_part, &work, (panels + each - 1) / each, threads);
+        long parts = most > MIN_PARTS ? most : MIN_PARTS;
+        job->each = (panels + parts - 1) / parts;
+        run_shared(panel_part, job, (panels + job->each - 1) / job->each, threads);
         return;
     }
     if (threads > panels)
         threads = (int)panels;
     if (threads <= 1) {
-        active->linear_panels(linear, product, first, last);
+        job->run(job->of, job->first, job->last);
         return;
     }
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (int i = 0; i < threads; i++)
-        active->linear_panels(linear, product, first + panels * i / threads, first + panels * (i + 1) / threads);
+        job->run(job->of, job->first + panels * i / threads, job->first + panels * (i + 1) / threads);
 }
+
+struct gemm_job {
+    const struct linear *linear;
+    const struct product *product;
+};
+
+static void run_gemm_panels(const void *of, long first, long last)
+{
+    const struct gemm_job *work = of;
+    active->linear_panels(work->linear, work->product, first, last);
+}
+
+/* Compute the columns of panels [first, last). */
+static void gemm_panels(const struct linear *linear, const struct product *product, long first, long last, int threads)
+{
+    struct gemm_job work = {linear, product};
+    struct panel_job job = {run_gemm_panels, &work, first, last, 0};
+    share_panels(&job, product->rows, product->rows * product->in * active->nr, threads);
+}
+
+#include "groups_product.h"
 
 /* The blocking of a GEMM, as BLIS calls it: ``mc`` rows of A times ``kc`` elements stay in the second-level cache while
  * they meet all columns of ``nc_panels`` panels of B. */
@@ -728,6 +762,8 @@ EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to
 {
     if (!rows)
         return 0;
+    if (linear->groups)
+        return multiply_groups(linear, from, to, add, rows, in_row, out_row, threads);
     struct blocking blocking = choose_blocking(linear, rows, in_row, threads);
     long size = linear->type == BFLOAT16 ? 2 : 4, panels = (linear->columns + active->nr - 1) / active->nr;
     long most = rows < blocking.mc ? rows : blocking.mc;
@@ -816,7 +852,12 @@ static int embed_rows(const struct decoder *decoder, const struct pass *pass)
             return -1;
     const struct decoder_layer *layer = decoder->layers;
     size_t size = layer->attention->element_bytes, angle = layer->rotary->rotated * size;
-    gather_rows(pass->hidden, decoder->embedding, pass->ids, pass->rows, decoder->norm->dim * size);
+    if (decoder->embedding_groups) {
+        int type = decoder->layers->qkv->type;
+        if (tandem_group_rows(decoder->embedding_groups, pass->ids, pass->rows, pass->hidden, decoder->norm->dim, type))
+            return -1;
+    } else
+        gather_rows(pass->hidden, decoder->embedding, pass->ids, pass->rows, decoder->norm->dim * size);
     gather_rows(pass->cos, decoder->cos, pass->positions, pass->rows, angle);
     gather_rows(pass->sin, decoder->sin, pass->positions, pass->rows, angle);
     return 0;

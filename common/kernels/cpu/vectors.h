@@ -144,6 +144,13 @@ INLINE floats NAME(tanh)(floats x)
     return NAME(select)(tiny, small, large);
 }
 
+INLINE floats NAME(apply_activation)(floats x, enum activation activation)
+{
+    if (activation == SILU)
+        return x / (NAME(exp)(NAME(select)(x < -80.0f, NAME(broadcast)(80.0f), -x)) + 1.0f);
+    return x * 0.5f * (NAME(tanh)((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
+}
+
 /* -- bfloat16 ------------------------------------------------------------------------------------------------------ */
 
 INLINE uint16_t NAME(float_to_bf16)(float x)
@@ -224,6 +231,14 @@ INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
         x[i] = NAME(load)(from, at + i, BFLOAT16);
     return x;
 #endif
+}
+
+INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
+{
+    if (type == FLOAT32)
+        *(floats *)((float *)to + at) = x;
+    else
+        NAME(store_bf16)((uint16_t *)to + at, x);
 }
 
 INLINE uint32_t NAME(float_bits)(float x)

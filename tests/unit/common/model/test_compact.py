@@ -8,15 +8,23 @@ import pytest
 import torch
 from torch.nn import functional
 
+from common.kernels import cpu
 from common.model import compact
 from common.model.compact import CompactEmbedding, CompactLinear, round_activations
-from common.quantization.weight import QuantizedWeight, quantize
+from common.quantization.panels import Panels
+from common.quantization.weight import QuantizedWeight, concatenate, quantize
 from tests.unit.common.quantization.test_weight import KINDS, random_weight
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["C", "torch"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Compute by our kernels, or in torch in small chunks."""
     monkeypatch.setattr(compact, "_CHUNK", 1000)
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    elif cpu.library() is None:
+        pytest.skip("needs the compiled kernels")
+    return str(request.param)
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, share: float) -> bool:
@@ -49,7 +57,11 @@ def test_gated_products(activation: str) -> None:
     act = compact.ACTIVATIONS[activation]
     expected = act(functional.linear(x, gate.dequantize())) * functional.linear(x, up.dequantize())
     assert near(layer(x), expected, 1e-5)
-    assert layer.out_features == 10 and layer.quantized is not None
+    assert layer.out_features == 10
+    whole = concatenate([gate, up])
+    assert whole is not None
+    single = CompactLinear(whole, None, torch.float32, exact=True, activation=activation)
+    assert torch.equal(single(x), layer(x))
 
 
 def test_weights_of_several_formats_in_one_layer() -> None:
@@ -60,7 +72,10 @@ def test_weights_of_several_formats_in_one_layer() -> None:
     dense = torch.cat([weight.dequantize() for weight in weights])
     expected = functional.linear(x, dense, torch.cat([torch.zeros(6), bias, torch.zeros(6)]))
     assert near(layer(x), expected, 1e-5)
-    assert layer.quantized is None and [part.shape[0] for part in layer.parts] == [12, 6]
+    assert layer.quantized is None and [part.shape[0] for part in layer.parts] == [6, 6, 6]
+    assert layer.bias is not None and torch.equal(layer.bias[6:12], bias)
+    with pytest.raises(ValueError, match="cannot be joined"):
+        CompactLinear.joined(weights * 2, [None] * 6, torch.float32, exact=True)
 
 
 def test_no_rows() -> None:
@@ -111,3 +126,12 @@ def test_embeddings(dtype: torch.dtype) -> None:
     assert torch.equal(layer(ids), weight.dequantize(dtype)[ids.long()])
     assert (layer.num_embeddings, layer.embedding_dim, layer.weight.dtype) == (20, 256, dtype)
     assert layer(torch.zeros(0, dtype=torch.int64)).shape == (0, 256)
+    with pytest.raises(IndexError):
+        layer(torch.tensor([20]))
+
+
+def test_tied_layers_share_panels(kernels: str) -> None:
+    weight = random_weight("int8", 20)
+    embedding, linear = CompactEmbedding(weight, torch.float32), CompactLinear(weight, None, torch.float32, exact=True)
+    assert linear.parts == [embedding.part]
+    assert isinstance(embedding.part, Panels) is (kernels == "C") is bool(linear.address)

@@ -1,0 +1,13 @@
+/* The end of an instruction set of groups: what the next one defines anew. */
+static const struct group_kernels NAME(kernels) = {VARIANT_NAME, NAME(pack_row), NAME(group_panels)};
+#undef VECTORS
+#undef CHAINS
+#undef CODE_OFFSET
+#undef GROUP_TILE_OF
+#undef LANES
+#undef NR
+#undef NAME
+#undef VARIANT_NAME
+#undef floats
+#undef words
+#undef ints
