@@ -130,8 +130,9 @@ def find_decoder(model: nn.Module, backend: object) -> FusedDecoder | None:
         return None
     parts = getattr(decoder, "embed_tokens", None), getattr(decoder, "norm", None), getattr(model, "lm_head", None)
     looks_up, norm, head = map(type, parts)
-    known = looks_up in (nn.Embedding, CompactEmbedding) and norm is NativeNorm and head in (NativeLinear, CompactLinear)
-    if not known or not hasattr(decoder, "rotary_emb"):
+    if looks_up not in (nn.Embedding, CompactEmbedding) or head not in (NativeLinear, CompactLinear):
+        return None
+    if norm is not NativeNorm or not hasattr(decoder, "rotary_emb"):
         return None
     if not all(getattr(part, "address", True) for part in parts):  # torch computes it
         return None

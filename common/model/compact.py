@@ -1,9 +1,9 @@
 """Linear layers and embeddings whose weights stay quantized.
 
-Products are *exact* (dequantized weights, activations as they are) or *integer* (activations in 8 bits, too). Kernels in
-C compute both from panels (:mod:`common.quantization.panels`). Without them, and on other devices, torch does: some rows
-at a time are dequantized in each product, which is slow. Integer products are computed there in float32 on the rounded
-activations, which are the same numbers.
+Products are *exact* (dequantized weights, activations as they are) or *integer* (activations in 8 bits, too). Kernels
+in C compute both from panels (:mod:`common.quantization.panels`). Without them, and on other devices, torch does: some
+rows at a time are dequantized in each product, which is slow. Integer products are computed there in float32 on the
+rounded activations, which are the same numbers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Part = QuantizedWeight | Panels
 
 
 def pack(weight: Part) -> Part:
-    """Return the panels of ``weight`` if the kernels can use them, else the weight itself: both are what layers here are
-    made of. Layers of one weight share its panels."""
+    """Return the panels of ``weight`` if the kernels can use them, else the weight itself. Layers of one weight share
+    its panels."""
     if cpu.library() is None or (isinstance(weight, QuantizedWeight) and weight.codes.device.type != "cpu"):
         return weight.weight() if isinstance(weight, Panels) else weight
     if isinstance(weight, Panels):
@@ -156,7 +156,7 @@ class CompactLinear(nn.Module):
         """Multiply ``x`` [rows, in_features]; return [rows, out_features]."""
         if not self.address:
             return self._in_torch(x)
-        x = x.to(self._type)
+        x = x.to("cpu", self._type)
         x = x if x.stride(1) == 1 else x.contiguous()
         out = x.new_empty(x.shape[0], self.out_features)
         self._multiply(x, out.data_ptr(), None)
@@ -198,7 +198,9 @@ def _halves(weight: Part) -> list[Part]:
     return [weight.rows(slice(0, half)), weight.rows(slice(half, 2 * half))]
 
 
-def described(part: Panels, exact: bool, bias: torch.Tensor | None = None, after: cpu.Groups | None = None) -> cpu.Groups:
+def described(
+    part: Panels, exact: bool, bias: torch.Tensor | None = None, after: cpu.Groups | None = None
+) -> cpu.Groups:
     """Return ``struct groups`` of ``part``, which points into its tensors, ``bias`` and the struct of the part
     ``after`` it."""
     tensors, stated = part.tensors, part.stated
@@ -246,7 +248,7 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 
 class CompactEmbedding(nn.Module):
-    """Rows of a quantized ``weight`` [tokens, width], dequantized on look-up: ids [...] to [..., width], in ``dtype``."""
+    """Rows of a quantized ``weight`` [tokens, width], dequantized on look-up: ids [...] to [..., width]."""
 
     def __init__(self, weight: Part, dtype: torch.dtype) -> None:
         super().__init__()
@@ -271,7 +273,7 @@ class CompactEmbedding(nn.Module):
         else:
             assert self._library is not None
             rows = torch.empty(flat.shape[0], self.embedding_dim, dtype=dtype)
-            flat = flat.contiguous()
+            flat = flat.cpu().contiguous()
             if self._library.group_rows(
                 self.address, flat.data_ptr(), flat.shape[0], rows.data_ptr(), self.embedding_dim, cpu.TYPES[dtype]
             ):

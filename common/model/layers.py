@@ -8,7 +8,8 @@ numbers as before. A model that differs in a way unknown to us keeps the modelli
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +28,6 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _TRIAL_ROWS = 5
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest accepted difference of a layer's change to the residual stream, relative to the largest number in it."""
-_INTEGER_TOLERANCE = 3e-2
-"""The same where activations are rounded: tiny differences before may round to the next code."""
 
 
 class NativeNorm(nn.Module):
@@ -112,7 +111,7 @@ class FusedLayer(nn.Module):
 
 def fuse_layers(model: nn.Module, int8: bool = False) -> int:
     """Replace the decoder layers, and the norm behind them, where that is faster and a trial gives the same numbers
-    (before rounding to int8, if asked for); return the number of layers replaced."""
+    (before rounding to int8, if asked for, and with exact products); return the number of layers replaced."""
     decoder: Any = getattr(model, "model", None)
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None:
@@ -122,8 +121,11 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
         activation = _fits(layer, int8)
         if activation is None:
             continue
-        if (fused := _try(layer, activation, rotary)) is not None:
-            layers[index] = fused = FusedLayer(layer, activation, fused.params, int8) if int8 else fused
+        with _exact_products(layer) as changed:
+            fused = _try(layer, activation, rotary)
+        if fused is not None:
+            again = int8 or changed
+            layers[index] = fused = FusedLayer(layer, activation, fused.params, int8) if again else fused
             every = fused.qkv, fused.out, fused.gate_up, fused.down
             gather([linear for linear in every if isinstance(linear, NativeLinear)])
             count += 1
@@ -179,13 +181,33 @@ def _norm(module: Any) -> NativeNorm:
 def _can_join(linears: Sequence[Any], int8: bool) -> bool:
     """Return whether our kernels can compute ``linears`` as one product, and fast: either all are compact, or none."""
     if all(type(linear) is CompactLinear for linear in linears):
-        return all(linear.address and linear.activation is None for linear in linears) and (
-            len({linear.exact for linear in linears}) == 1 and sum(len(linear.parts) for linear in linears) <= MOST_PARTS
-        )
+        in_c = all(linear.address and linear.activation is None for linear in linears)
+        alike = len({linear.exact for linear in linears}) == 1
+        return in_c and alike and sum(len(linear.parts) for linear in linears) <= MOST_PARTS
     weights = [linear.weight for linear in linears if type(linear) is nn.Linear]
     if len(weights) < len(linears) or any(weight.device.type != "cpu" for weight in weights):
         return False
     return native_pays(weights[0].dtype, int8) and all(weight.shape[1] % 2 == 0 for weight in weights)
+
+
+@contextmanager
+def _exact_products(layer: Any) -> Iterator[bool]:
+    """Make all products of ``layer`` exact for a while, and yield whether that changes any."""
+    found = [
+        (parent, name, child)
+        for parent in list(layer.modules())
+        for name, child in list(parent.named_children())
+        if type(child) is CompactLinear and not child.exact
+    ]
+    for parent, name, child in found:
+        dtype, activation = child.weight.dtype, child.activation
+        exact = CompactLinear.joined(child.parts, child.biases, dtype, exact=True, activation=activation)
+        setattr(parent, name, exact)
+    try:
+        yield bool(found)
+    finally:
+        for parent, name, child in found:
+            setattr(parent, name, child)
 
 
 def _joined(linears: Sequence[Any], activation: str | None, int8: bool) -> NativeLinear | CompactLinear:
@@ -198,9 +220,7 @@ def _joined(linears: Sequence[Any], activation: str | None, int8: bool) -> Nativ
         return linears[0]
     parts = [part for linear in linears for part in linear.parts]
     biases = [bias for linear in linears for bias in linear.biases]
-    return CompactLinear.joined(
-        parts, biases, linears[0].weight.dtype, exact=linears[0].exact, activation=activation
-    )
+    return CompactLinear.joined(parts, biases, linears[0].weight.dtype, exact=linears[0].exact, activation=activation)
 
 
 def _bias(linears: Sequence[Any]) -> torch.Tensor | None:
@@ -258,6 +278,4 @@ def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
     if not isinstance(expected, torch.Tensor):
         return None
     change = (expected - hidden).float().abs().max()
-    rounded = any(type(m) is CompactLinear and not m.exact for m in layer.modules())
-    limit = max(_TOLERANCE[dtype], _INTEGER_TOLERANCE) if rounded else _TOLERANCE[dtype]
-    return fused if bool((got - expected).float().abs().max() <= limit * change) else None
+    return fused if bool((got - expected).float().abs().max() <= _TOLERANCE[dtype] * change) else None

@@ -42,10 +42,11 @@ class Panels:
 
     def weight(self) -> QuantizedWeight:
         """Undo :meth:`of`."""
-        rows = {name: _rows(self.tensors[name], self.shape[0]) for name in _COLUMNS if name in self.tensors}
-        rows["codes"] = _rows(self.tensors["codes"], self.shape[0]).view(torch.uint8)
-        whole = {name: self.tensors[name] for name in _WHOLE if name in self.tensors}
-        return QuantizedWeight(self.shape, **self.stated, **rows, **whole)
+        fields: dict[str, Any] = {"shape": self.shape, **self.stated}
+        for name, tensor in self.tensors.items():
+            fields[name] = tensor if name in _WHOLE else _rows(tensor, self.shape[0])
+        fields["codes"] = fields["codes"].view(torch.uint8)
+        return QuantizedWeight(**fields)
 
     def rows(self, first: int, last: int) -> Panels:
         """Return the rows [first, last), without a copy. Raises ValueError if ``first`` is not the first of a panel, or

@@ -163,7 +163,11 @@ def test_a_gate_and_values_of_two_formats(variant: str, activation: str, out: in
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_parts_of_several_formats(variant: str, threads: int, exact: bool, rows: int) -> None:
     """Of which two share packed activations, and one has columns in an order of its own."""
-    weights = [weight_of("two levels", 40, 32), weight_of("two levels", 24, 16), weight_of("two levels", 17, 32, seed=2)]
+    weights = [
+        weight_of("two levels", 40, 32),
+        weight_of("two levels", 24, 16),
+        weight_of("two levels", 17, 32, seed=2),
+    ]
     weights[1] = replace(weights[1], order=torch.arange(COLUMNS - 1, -1, -1).int())
     biases, x = [None, some(24), None], some(rows, COLUMNS)
     linear = CompactLinear.joined(weights, biases, torch.float32, exact=exact)

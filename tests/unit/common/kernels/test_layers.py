@@ -424,15 +424,15 @@ def test_a_step_for_which_there_is_no_memory_fails_alone(
     assert engine.decoder is not None
     engine.decoder._rows = engine.decoder._kept = engine.decoder._most_kept = 0  # as if nothing had been allocated
     engine.logits(Batch((chunk_beside_decode(longest).segments[0],), (range(3),)))
-    two, embedding = chunk_beside_decode(), engine.decoder._embedding
+    two, like = chunk_beside_decode(), engine.decoder._like
 
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("not enough memory")
 
-    embedding.new_empty = refuse  # type: ignore[method-assign]
+    like.new_empty = refuse  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="not enough memory"):
         engine.logits(two)
-    del embedding.new_empty
+    del like.new_empty
     at_once = engine.logits(two)
     assert engine.decoder._rooms[0].shape[0] >= 41 and engine.decoder._all_logits.shape[0] == 2
     engine.decoder = None

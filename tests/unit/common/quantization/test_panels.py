@@ -15,7 +15,9 @@ from tests.unit.common.quantization.test_weight import KINDS, random_weight
 def assert_same(one: QuantizedWeight, other: QuantizedWeight) -> None:
     assert one.shape == other.shape and one.tensors().keys() == other.tensors().keys()
     assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
-    assert all(getattr(one, name) == getattr(other, name) for name in ("bits", "group", "coding", "zero", "span", "most"))
+    assert all(
+        getattr(one, name) == getattr(other, name) for name in ("bits", "group", "coding", "zero", "span", "most")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
