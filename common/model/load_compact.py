@@ -65,16 +65,9 @@ def load_compact(
 ) -> CompactModel:
     """Return the model on ``where``, in evaluation mode, calling our attention; what is not quantized is in ``dtype``.
     Products are ``exact``, or integer where the format allows it. StartError if it cannot be loaded."""
-    transformers = quiet_transformers()
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
     try:
-        config = _unquantized(
-            transformers.AutoConfig.from_pretrained(
-                checkpoint.model_directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        )
-        with torch.device("meta"):
-            whole = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **how)
+        config, whole = _without_weights(checkpoint, trust_remote_code, how)
         places = _find_places(whole, source)
         if places.tied:
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
@@ -89,6 +82,28 @@ def load_compact(
     frozen: nn.Module = model.eval().requires_grad_(False)
     formats = _fill(frozen.to(where), places, DTYPES[dtype], exact, where)
     return CompactModel(frozen, formats, [*source.notes, *_remarks(places, info)])
+
+
+def not_taken(checkpoint: Checkpoint, source: WeightSource, trust_remote_code: bool = False) -> set[str]:
+    """Return the names of the matrices of ``source`` for which the model has no layer that takes quantized ones. Raises
+    StartError if transformers cannot make the model."""
+    try:
+        _, whole = _without_weights(checkpoint, trust_remote_code, {})
+        return set(_find_places(whole, WeightSource(source.compact(), source.plain(), source.stacked())).dense)
+    except Exception as error:  # configuration and modelling code may raise anything
+        raise unloadable(checkpoint, error) from error
+
+
+def _without_weights(checkpoint: Checkpoint, trust_remote_code: bool, how: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the configuration, and the model on device "meta"."""
+    transformers = quiet_transformers()
+    config = _unquantized(
+        transformers.AutoConfig.from_pretrained(
+            checkpoint.model_directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    )
+    with torch.device("meta"):
+        return config, transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **how)
 
 
 def _unquantized(config: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,18 +45,18 @@ def write_rounded(
     out: Path,
     bits: Literal[4, 8],
     group: int,
-    takes: Callable[[str], bool] = lambda _: True,
+    kept: Collection[str] = (),
     progress: Progress = lambda _: None,
 ) -> Written:
     """Write ``checkpoint`` to the new directory ``out``, with configuration and tokenizer.
 
     Matrices of linear layers are rounded to ``bits`` in groups of ``group`` columns, of fewer where these are no whole
-    groups. Embeddings, output layers, routers, matrices whose rows are no whole groups of 16, and those that the model
-    does not take (``takes`` is given the tensor's name) are kept. Raises StartError if the checkpoint cannot be read,
+    groups. Embeddings, output layers, routers, matrices whose rows are no whole groups of 16, and the tensors ``kept``
+    stay as they are. Raises StartError if the checkpoint cannot be read,
     or ``out`` not be written; then nothing is left of it.
     """
     files, written = TensorFiles(checkpoint.weight_files), Written()
-    chosen = _chosen(files, checkpoint, bits, group, takes, written)
+    chosen = _chosen(files, checkpoint, bits, group, kept, written)
     if not chosen:
         why = "it has no matrices of linear layers that can be rounded"
         raise StartError(f"cannot quantize {checkpoint.name}", why, "serve it as it is")
@@ -76,7 +76,7 @@ def write_rounded(
 
 
 def _chosen(
-    files: TensorFiles, checkpoint: Checkpoint, bits: Literal[4, 8], group: int, takes: Callable[[str], bool],
+    files: TensorFiles, checkpoint: Checkpoint, bits: Literal[4, 8], group: int, kept: Collection[str],
     written: Written,
 ) -> dict[str, int]:  # fmt: skip
     """Return the columns of a group, by the name of each tensor to be rounded, and note what is done in ``written``."""
@@ -88,7 +88,7 @@ def _chosen(
             continue
         columns = files.shape(name)[1]
         size = next((size for size in GROUPS if size <= group and columns % size == 0), None)
-        if name in linear and part not in OUTPUTS and size is not None and takes(name):
+        if name in linear and part not in OUTPUTS and size is not None and name not in kept:
             found[name] = size
             written.rounded.setdefault(size, []).append(module)
         else:

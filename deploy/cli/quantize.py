@@ -12,7 +12,9 @@ from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.quantize import QuantizeConfig
 from common.core.errors import StartError
 from common.kv.budget import human_bytes
+from common.model.load_compact import not_taken
 from common.quantization.export import Progress, Written, write_rounded
+from common.quantization.rounded import open_rounded
 
 
 def run(config: QuantizeConfig) -> int:
@@ -28,7 +30,8 @@ def run(config: QuantizeConfig) -> int:
         why = f"its weights are quantized already, in {original.format.shown}"
         raise StartError(f"cannot quantize {config.model}", why, "serve it as it is, or name the unquantized model")
     bits: Literal[4, 8] = 4 if config.bits == "4" else 8
-    written = write_rounded(original, out, bits, int(config.group), progress=_progress(original))
+    kept = not_taken(original, open_rounded(original, bits), config.trust_remote_code)
+    written = write_rounded(original, out, bits, int(config.group), kept, _progress(original))
     _write_card(out, config, original, written, "Not measured.")
     print(
         f"{sum(map(len, written.rounded.values()))} matrices in {bits} bits, {len(written.kept)} kept: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.eval import agreement
 from common.checkpoint.files import open_checkpoint
+from common.model import load
 from common.quantization import export
 from common.quantization.open import open_source
 from deploy.cli.main import main as cli
 from tests.checkpoints.hub_maker import METHODS, is_linear, quantized_of
 from tests.models import make_model
+from tests.reference import Reference
 
 KINDS = ("llama", "llama-untied", "qwen3-moe", "mixtral", "gemma2", "phi3")
 
@@ -175,6 +179,71 @@ def test_the_card_says_what_was_done(checkpoint: Callable[[str], Path], tmp_path
     assert f"- {down} matrices in 4 bits, with a zero per group, in groups of 32 columns" in card  # 96 columns
     assert "- 1 matrices kept as they are" in card and "\nNot measured.\n" in card
     assert card.startswith("---\ntags:\n- compressed-tensors\n---\n")
+
+
+def test_matrices_of_other_layers_are_kept(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2 has [in, out] in layers that are not torch's linear ones."""
+    assert "no matrices of linear layers" in refused(capsys, str(checkpoint("gpt2")), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_has_the_figures_of_the_quality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are those of the numbers that were written, computed by transformers."""
+    original = make_model("llama", tmp_path / "original")
+    words = ["quantize", str(original), str(tmp_path / "out"), "--bits", "4", "--answers", "3"]
+    assert cli(words) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    said = capsys.readouterr().out
+    assert card.split("## Quality\n\n")[1].split("\n\nMeasure")[0] in said
+    dense = dequantized(original, tmp_path / "out", tmp_path / "dense")
+    chats, as_chats = agreement.sample(open_checkpoint(str(original)), 3)
+    assert as_chats and len(chats) == 3
+    rows = [[Reference(model, 1024).logits(chat.tokens)[chat.prompt - 1 : -1] for chat in chats]
+            for model in (original, dense)]  # fmt: skip
+    before, after = (torch.from_numpy(np.concatenate(each)).log_softmax(-1) for each in rows)
+    tokens = torch.tensor([token for chat in chats for token in chat.tokens[chat.prompt :]])
+    same = (before.argmax(1) == after.argmax(1)).float().mean()
+    perplexities = [float((-each.gather(1, tokens[:, None]).mean()).exp()) for each in (before, after)]
+    found = re.search(r"\| perplexity \| ([\d.]+) \| ([\d.]+) \(([+-][\d.]+)%\) \|", card)
+    assert found is not None
+    assert [float(found[1]), float(found[2])] == pytest.approx(perplexities, rel=1e-3)
+    assert perplexities[0] != pytest.approx(perplexities[1], rel=2e-3), "rounding to 4 bits is to be seen"
+    assert float(found[3]) == pytest.approx(100 * (perplexities[1] / perplexities[0] - 1), abs=0.1)
+    assert f"| same most likely token | 100.00% | {same:.2%} |" in card
+    assert f"On {len(tokens)} tokens of 3 reference answers" in card and "chat template" in card
+
+
+def dequantized(original: Path, quantized: Path, out: Path) -> Path:
+    """Write the numbers of a quantized checkpoint in float32."""
+    shutil.copytree(original, out)
+    config, tensors = json.loads((quantized / "config.json").read_text()), tensors_in(quantized)
+    weights = load_file(original / "model.safetensors")
+    for name in weights:
+        module = name.removesuffix(".weight")
+        if f"{module}.weight_packed" in tensors:
+            weights[name] = torch.from_numpy(decoded(tensors, module, arguments_of(config, module)))
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_a_model_without_chats_is_measured_on_text(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = shutil.copytree(checkpoint("llama"), tmp_path / "original")
+    (original / "chat_template.jinja").unlink()
+    assert cli(["quantize", str(original), str(tmp_path / "out"), "--bits", "8", "--answers", "2"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "as plain text, since the model has no chat template" in card and "| perplexity |" in card
+
+
+def test_a_model_that_does_not_fit_is_written_all_the_same(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "free_memory", lambda: 1000)
+    assert cli(["quantize", str(checkpoint("llama")), str(tmp_path / "out"), "--answers", "2"]) == 0
+    assert "Not measured: too little memory" in (tmp_path / "out" / "README.md").read_text()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_what_we_write_is_read_again(tmp_path: Path, bits: Literal[4, 8], shape:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     weight = quantize(values, bits, 64)
     tensors = exported(weight)
-    settings = quantization_config(bits, 64, ["lm_head"])
+    settings = quantization_config(bits, {64: [MODULE]}, ["lm_head"])
     found = weight_of(open_compressed(files_of(tmp_path, tensors), settings))
     check(found, weight.dequantize().numpy())
     assert (found.bits, found.group, found.nbytes) == (bits, 64, weight.nbytes)
