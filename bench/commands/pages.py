@@ -248,6 +248,17 @@ def hostile(folder: Path) -> list[str]:
     )
 
 
+def llamacpp(folder: Path) -> list[str]:
+    """Return the figures of GGUF files served by Tandem and by llama.cpp."""
+    from bench.commands.gguf import rows
+
+    kept = results.load(folder / "gguf.json#gguf")["files"]
+    return markdown(
+        ("file", "what", "Tandem", "llama.cpp", "ratio"),
+        [row for name, found in kept.items() for row in rows(name, found)],
+    )
+
+
 def quality(folder: Path) -> list[str]:
     """Return perplexity and agreement with float32 of each number format."""
     kept = results.load(folder / "quality.json#quality")
@@ -291,6 +302,7 @@ TABLES: dict[str, Table] = {
     "handoff-cost": handoff_cost,
     "grammar": grammar,
     "hostile": hostile,
+    "llamacpp": llamacpp,
     "quality": quality,
     "crosscheck": crosscheck,
 }

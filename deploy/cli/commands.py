@@ -14,6 +14,7 @@ from common.config.bench.batching import BenchBatchingConfig
 from common.config.bench.compare import BenchCompareConfig
 from common.config.bench.control_latency import BenchControlLatencyConfig
 from common.config.bench.crosscheck import BenchCrosscheckConfig
+from common.config.bench.gguf import BenchGgufConfig
 from common.config.bench.goals import BenchGoalsConfig
 from common.config.bench.goodput import BenchGoodputConfig
 from common.config.bench.gpu import BenchGpuConfig
@@ -165,6 +166,10 @@ COMMANDS = {
             BenchGrammarConfig, "bench.micro.grammar:run", measures=True,
         ),
         Command(
+            "bench gguf", "measure a GGUF file served by Tandem and by llama.cpp", BenchGgufConfig,
+            "bench.commands.gguf:run", measures=True,
+        ),
+        Command(
             "bench crosscheck", "compare bench serve with other load generators", BenchCrosscheckConfig,
             "bench.micro.crosscheck:run", measures=True,
         ),
@@ -181,7 +186,7 @@ COMMANDS = {
             "bench.commands.pages:run",
         ),
         Command(
-            "bench install-peers", "install vLLM and NIXL in a separate environment, for comparison",
+            "bench install-peers", "install vLLM and NIXL, or llama.cpp, in a separate environment, for comparison",
             BenchInstallPeersConfig, "bench.peers.install:run",
         ),
         Command(
