@@ -143,7 +143,7 @@ def _theirs(stack: ExitStack, folder: Path, file: Path, threads: int) -> Side:
 
 def rows(name: str, found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table for the model ``name``: what was measured, the value of each, and the ratio."""
-    shown = []
+    shown: list[tuple[str, ...]] = []
     for what, key, unit, scale in (
         ("decode, one stream", "one", "tokens/s", 1.0), ("decode, eight streams", "eight", "tokens/s", 1.0),
         (f"prompt of {PROMPT}", "prompt", "tokens/s", 1.0), ("start to first token", "start_s", "s", 1.0),
