@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from errno import EADDRNOTAVAIL
+from typing import NamedTuple
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.up import UpConfig
@@ -23,14 +24,21 @@ PROCESS_BYTES = 256 << 20
 """Memory of a worker, or of one of its ranks, without model and KV: the interpreter, torch, transformers."""
 
 
+class Checked(NamedTuple):
+    """A configuration that can be started. ``chats``: whether the model has a chat template."""
+
+    config: UpConfig
+    chats: bool
+
+
 @contextlib.contextmanager
-def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], object] = str) -> Iterator[UpConfig]:
+def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], object] = str) -> Iterator[Checked]:
     """Check the start of workers at ``places`` and yield ``config`` with free ports in place of port 0. The ports are
     reserved within the block. Calls ``say`` with what is to be known about the checkpoint. Raises StartError."""
     config.check_binds()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     check_memory(checkpoint, config, len(places), places)
-    check_text(checkpoint, config)
+    chats = check_text(checkpoint, config)
     for remark in checkpoint.remarks():
         say(remark)
     if config.port == config.control_port != 0:
@@ -44,7 +52,7 @@ def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], obj
             wanted.items(), key=lambda item: item[1][1] == 0
         ):  # fixed ports first, so that a free port cannot collide with one
             claimed[flag] = stack.enter_context(claim_port(host, port, flag)).getsockname()[1]
-        yield replace(config, port=claimed["--port"], control_port=claimed["--control-port"])
+        yield Checked(replace(config, port=claimed["--port"], control_port=claimed["--control-port"]), chats)
 
 
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
@@ -145,19 +153,21 @@ def _ranks(config: UpConfig | WorkerConfig) -> int:
     return max((config.ranks_of(role) for role, count in counts.items() if count), default=1)  # type: ignore[arg-type]
 
 
-def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
-    """Load the tokenizer and the chat template as the coordinator will. Raises StartError if one cannot be used."""
+def check_text(checkpoint: Checkpoint, config: UpConfig) -> bool:
+    """Load the tokenizer and the chat template as the coordinator will. Return whether there is a template. Raises
+    StartError if one cannot be used."""
     from coordinator.text.tokenizer import (
         TextModel,  # imports the tokenizers library: after all cheaper checks
     )
 
-    TextModel(
+    text = TextModel(
         checkpoint.path,
         vocab_size=checkpoint.vocab_size,
         chat_template=config.chat_template,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
+    return text.templates is not None
 
 
 def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:

@@ -88,7 +88,8 @@ class Serving:
     """The content of the summary that is shown once the server is ready.
 
     ``links``: the links of /admin/workers with the sender added as ``from``, or names of transports. ``keyed``: whether
-    clients need an API key. ``chat``: whether a chat in this terminal follows.
+    clients need an API key. ``chat``: whether a chat in this terminal follows. ``chats``: whether the model has a chat
+    template.
     """
 
     model: str
@@ -97,6 +98,7 @@ class Serving:
     links: tuple[object, ...]
     keyed: bool
     chat: bool = False
+    chats: bool = True
 
     def transfers(self) -> list[str]:
         """Return the KV links as text, with the names of the workers if there are several links. Empty without
@@ -106,13 +108,18 @@ class Serving:
 
     def examples(self) -> list[str]:
         """Return shell commands to try, ready to paste. If clients need a key, the first one sets it."""
-        body = (
-            f'{{"model":"{self.model}","messages":[{{"role":"user","content":"Hello"}}],"stream":true,"max_tokens":32}}'
-        )
+        path, prompt = "completions", '"prompt":"Once upon a time"'
+        if self.chats:
+            path, prompt = "chat/completions", '"messages":[{"role":"user","content":"Hello"}]'
+        body = f'{{"model":"{self.model}",{prompt},"stream":true,"max_tokens":32}}'
         key = ' -H "authorization: Bearer $TANDEM_API_KEY"' if self.keyed else ""
-        curl = f"curl -N {self.url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
+        curl = f"curl -N {self.url}/v1/{path} -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
         chat = f"{command()} chat" + ("" if self.url.endswith("127.0.0.1:8000") else f" --url {self.url}")
-        return [*(["export TANDEM_API_KEY=...  # your key"] if self.keyed else []), curl, chat]
+        return [
+            *(["export TANDEM_API_KEY=...  # your key"] if self.keyed else []),
+            curl,
+            *([chat] if self.chats else []),
+        ]
 
 
 class Screen(Protocol):

@@ -54,13 +54,13 @@ def run(config: UpConfig) -> int:
     gpus, why = allowed_gpus(config)
     fleet = plan(config, gpus)
     remarks = list[str]()
-    with check_up(config, [member.place for member in fleet], remarks.append) as config:
+    with check_up(config, [member.place for member in fleet], remarks.append) as (config, chats):
         origin = f" ({config.model})" if config.model != config.served_name else ""
         screen.begin(f"tandem: {config.served_name}{origin}", notice)
         for fact in (*([why] if why and not gpus else []), *remarks):
             screen.fact(fact)
         try:
-            return asyncio.run(Supervisor(config, fleet, screen).run())
+            return asyncio.run(Supervisor(config, fleet, screen, chats).run())
         finally:
             screen.close()
 
@@ -77,8 +77,9 @@ class Supervisor:
     _children: Children
     _scaling: Scaling
 
-    def __init__(self, config: UpConfig, fleet: Sequence[PlannedWorker], screen: Screen) -> None:
-        self._config, self._fleet, self._screen = config, fleet, screen
+    def __init__(self, config: UpConfig, fleet: Sequence[PlannedWorker], screen: Screen, chats: bool = True) -> None:
+        """``chats``: whether the model has a chat template."""
+        self._config, self._fleet, self._screen, self._chats = config, fleet, screen, chats
         colocated = any(member.role == "colocated" for member in fleet)
         self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
         """Cluster keys by role. They stay the same for the lifetime of the supervisor, so that a replaced child can
@@ -196,7 +197,8 @@ class Supervisor:
             if isinstance(child.config, WorkerConfig)
         )
         links = await probe.measured_links(len(children.of_role("prefill")) * len(children.of_role("decode")))
-        self._screen.serving(Serving(config.served_name, self._url, workers, links, self._keyed, config.chat))
+        named = Serving(config.served_name, self._url, workers, links, self._keyed, config.chat, self._chats)
+        self._screen.serving(named)
 
     async def _chat(self) -> None:
         self._chatting = True

@@ -213,7 +213,7 @@ def test_two_free_ports_are_never_the_same(
     monkeypatch.setattr(preflight, "claim_port", claim)
     config = UpConfig(model=str(fake_checkpoint(tmp_path)), port=port, control_port=control, max_model_len=64)
     with check_up(config, [Place()] * 2) as checked:
-        assert (checked.port, checked.control_port) == (8000, 8001)
+        assert (checked.config.port, checked.config.control_port) == (8000, 8001)
         assert sorted(kept) == [8000, 8001]
     assert not kept
     with pytest.raises(StartError, match="both 8000"):
@@ -224,7 +224,10 @@ def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
     model = fake_checkpoint(tmp_path / "model")
     config = UpConfig(model=str(model), port=0, control_port=0, max_model_len=64)
     with check_up(config, [Place()] * 2) as checked:
-        assert checked.port > 0
+        assert checked.config.port > 0 and checked.chats
+    (model / "chat_template.jinja").rename(tmp_path / "chat_template.jinja")
+    with check_up(config, [Place()] * 2) as checked:
+        assert not checked.chats
     with pytest.raises(StartError, match="template"):
         check_up(replace(config, chat_template="{% for %}"), [Place()] * 2).__enter__()
     (model / "tokenizer.json").write_text("{")
@@ -294,6 +297,13 @@ def test_the_first_screen_on_a_pipe_is_one_line_per_fact(caplog: pytest.LogCaptu
 )
 def test_reasons_for_slow_attention_are_shown(note: str, shown: bool) -> None:
     assert WorkerFacts("decode-0", "", {"notes": [note]}).notes == [note] * shown
+
+
+def test_a_model_without_chat_template_is_tried_with_a_prompt() -> None:
+    curl, chat = SERVING.examples()
+    assert "/v1/chat/completions" in curl and "messages" in curl and chat == "tandem chat"
+    (curl,) = replace(SERVING, chats=False).examples()
+    assert "/v1/completions" in curl and '"prompt"' in curl
 
 
 def test_details_are_for_debugging_and_one_is_singular() -> None:
