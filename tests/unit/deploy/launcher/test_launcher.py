@@ -225,7 +225,8 @@ def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
     config = UpConfig(model=str(model), port=0, control_port=0, max_model_len=64)
     with check_up(config, [Place()] * 2) as checked:
         assert checked.config.port > 0 and checked.chats
-    (model / "chat_template.jinja").rename(tmp_path / "chat_template.jinja")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
     with check_up(config, [Place()] * 2) as checked:
         assert not checked.chats
     with pytest.raises(StartError, match="template"):
