@@ -27,7 +27,8 @@ Rounded = tuple[dict[str, torch.Tensor], Array]
 """The tensors of a module by the ends of their names, and the weight that they stand for, float32 [out, in]."""
 Recipe = Mapping[str, Type]
 """ggml types of matrices, by patterns of their names in the file and in the checkpoint; the first that matches."""
-_LINEAR = re.compile(r"model\.layers\..*(_proj|\.w[123])\.weight")
+LINEAR = re.compile(r"model\.layers\..*(_proj|\.w[123])\.weight")
+"""Names of the matrices that quantizers round."""
 E4M3_LARGEST, BLOCK = 448.0, 128
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -126,7 +127,7 @@ def quantized_hub(
     weights, quantized = load_file(original / "model.safetensors"), dict[str, torch.Tensor]()
     dense = dict(weights)
     for name, values in weights.items():
-        if not _LINEAR.fullmatch(name):
+        if not LINEAR.fullmatch(name):
             quantized[name] = values
             continue
         tensors, rounded = encode(values.float().numpy())

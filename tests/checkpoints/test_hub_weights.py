@@ -16,7 +16,8 @@ from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
 from common.quantization.open import open_source
 from common.quantization.source import WeightSource
-from tests.checkpoints.hub_maker import METHODS, is_linear, mxfp4_of, quantized_of
+from tests.checkpoints.format_cases import HUB
+from tests.checkpoints.quantized_maker import LINEAR, Pair, quantized_hub, quantized_mxfp4
 from tests.models import make_model
 
 KINDS = ("llama", "qwen3", "gemma2", "qwen3-moe", "mixtral", "phi3")
@@ -37,13 +38,14 @@ def read_all(source: WeightSource) -> dict[str, torch.Tensor]:
     return found
 
 
-def check(directory: Path, compact: set[str], stacked: frozenset[str] = frozenset()) -> None:
-    """See that the weights of ``directory`` are those of its dense copy, and which are quantized."""
-    source, expected = opened(directory), load_file(directory / "dense" / "model.safetensors")
+def check(pair: Pair, compact: set[str], stacked: frozenset[str] = frozenset()) -> None:
+    """See that the weights of a checkpoint are those of its reference, and which are quantized."""
+    source, expected = opened(pair.model), load_file(pair.reference / "model.safetensors")
     assert source.compact().keys() == compact and source.stacked().keys() == stacked
     found = read_all(source)
     assert found.keys() == expected.keys()
-    assert not source.notes
+    unused = sum(name.endswith("input_scale") for name in load_file(pair.model / "model.safetensors"))
+    assert source.notes == ([f"{unused} tensors input_scale not used"] if unused else [])
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
 
@@ -54,78 +56,79 @@ def made(kind: str, out: Path) -> Path:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HUB)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_weights_of_a_checkpoint(kind: str, method: str, tmp_path: Path) -> None:
     original = made(kind, tmp_path / "original")
     weights = load_file(original / "model.safetensors")
-    linear = {name for name, values in weights.items() if is_linear(name, values)}
+    linear = {name for name in weights if LINEAR.fullmatch(name)}
     assert any("experts" in name for name in linear) == (kind in ("qwen3-moe", "mixtral"))
-    check(quantized_of(original, tmp_path / "quantized", METHODS[method]), linear)
+    check(quantized_hub(original, tmp_path / "quantized", *HUB[method]), linear)
 
 
 def test_experts_of_gpt_oss(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    directory = mxfp4_of(checkpoint("gpt-oss"), tmp_path / "quantized")
-    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    pair = quantized_mxfp4(checkpoint("gpt-oss"), tmp_path / "quantized")
+    layers = json.loads((pair.model / "config.json").read_text())["num_hidden_layers"]
     names = [f"model.layers.{at}.mlp.experts.{part}" for at in range(layers) for part in ("gate_up_proj", "down_proj")]
-    check(directory, set(), frozenset(names))
+    check(pair, set(), frozenset(names))
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     """Return ``small(method)``: a checkpoint of one layer."""
     root = tmp_path_factory.mktemp("damage")
-    made_before: dict[str, Path] = {}
+    made_before: dict[str, Pair] = {}
 
-    def make(method: str) -> Path:
+    def make(method: str) -> Pair:
         if method not in made_before:
             out = root / method.replace(" ", "-")
-            if method == "mxfp4":
-                original = make_model("gpt-oss", root / "original-gpt-oss", num_hidden_layers=1)
-                made_before[method] = mxfp4_of(original, out)
+            original = make_model("gpt-oss" if method == "MXFP4" else "llama", out / "original", num_hidden_layers=1)
+            if method == "MXFP4":
+                made_before[method] = quantized_mxfp4(original, out)
             else:
-                original = make_model("llama", root / f"{out.name}-original", num_hidden_layers=1)
-                made_before[method] = quantized_of(original, out, METHODS[method])
+                made_before[method] = quantized_hub(original, out, *HUB[method])
         return made_before[method]
 
     return make
 
 
 def changed(directory: Path, out: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    shutil.copytree(directory, out, ignore=shutil.ignore_patterns("*.safetensors", "dense"))
+    shutil.copytree(directory, out, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
 def parts_of(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of the tensors of one quantized module."""
+    """Return the names of the tensors of one quantized module, without those that are not used."""
     for module in ("model.layers.0.mlp.down_proj.", "model.layers.0.mlp.experts.down_proj_"):
-        if found := [name for name in tensors if name.startswith(module) and not name.endswith("bias")]:
+        if found := [
+            name for name in tensors if name.startswith(module) and not name.endswith(("bias", "input_scale"))
+        ]:
             return found
     raise AssertionError
 
 
-ALL = [*METHODS, "mxfp4"]
+ALL = [*HUB, "MXFP4"]
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_a_missing_tensor_is_an_error(method: str, small: Callable[[str], Path], tmp_path: Path) -> None:
-    directory = small(method)
-    tensors = load_file(directory / "model.safetensors")
+def test_a_missing_tensor_is_an_error(method: str, small: Callable[[str], Pair], tmp_path: Path) -> None:
+    pair = small(method)
+    tensors = load_file(pair.model / "model.safetensors")
     for at, part in enumerate(parts_of(tensors)):
         if part.endswith("g_idx") and "order" not in method:
             continue  # groups in the order of the columns
         left = {name: tensor for name, tensor in tensors.items() if name != part}
         with pytest.raises(StartError):
-            read_complete(changed(directory, tmp_path / str(at), left), directory)
+            read_complete(changed(pair.model, tmp_path / str(at), left), pair.reference)
 
 
-def read_complete(directory: Path, whole: Path) -> None:
+def read_complete(directory: Path, reference: Path) -> None:
     """Read all weights; raise StartError also if a name or a shape is wrong, as the loader does."""
-    found, expected = read_all(opened(directory)), load_file(whole / "dense" / "model.safetensors")
+    found, expected = read_all(opened(directory)), load_file(reference / "model.safetensors")
     for name, values in expected.items():
         if name not in found or found[name].shape != values.shape:
             raise StartError(name, "has another shape", "")
@@ -135,10 +138,10 @@ def read_complete(directory: Path, whole: Path) -> None:
 @pytest.mark.parametrize("method", ALL)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_tensor_of_another_shape_is_an_error(
-    method: str, dim: int, small: Callable[[str], Path], tmp_path: Path
+    method: str, dim: int, small: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    directory = small(method)
-    tensors = load_file(directory / "model.safetensors")
+    pair = small(method)
+    tensors = load_file(pair.model / "model.safetensors")
     for at, part in enumerate(parts_of(tensors)):
         tensor = tensors[part]
         if tensor.dim() == 0:
@@ -147,7 +150,7 @@ def test_a_tensor_of_another_shape_is_an_error(
             kept = tensor.narrow(dim, 0, tensor.shape[dim] - 1) if more < 0 else twice(tensor, dim)
             wrong = tensors | {part: kept.contiguous()}
             with pytest.raises(StartError):
-                read_complete(changed(directory, tmp_path / f"{at}{more}", wrong), directory)
+                read_complete(changed(pair.model, tmp_path / f"{at}{more}", wrong), pair.reference)
 
 
 def twice(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -156,21 +159,21 @@ def twice(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_scales_that_are_no_numbers_are_an_error(method: str, small: Callable[[str], Path], tmp_path: Path) -> None:
-    directory = small(method)
-    tensors = load_file(directory / "model.safetensors")
+def test_scales_that_are_no_numbers_are_an_error(method: str, small: Callable[[str], Pair], tmp_path: Path) -> None:
+    pair = small(method)
+    tensors = load_file(pair.model / "model.safetensors")
     name = next(part for part in parts_of(tensors) if "scale" in part)
     for at, wrong in enumerate((float("nan"), float("inf"))):
         scales = tensors[name].clone()
         scales.view(-1)[-1] = 255 if scales.dtype == torch.uint8 else wrong
         with pytest.raises(StartError, match="numbers") as raised:
-            read_all(opened(changed(directory, tmp_path / str(at), tensors | {name: scales})))
+            read_all(opened(changed(pair.model, tmp_path / str(at), tensors | {name: scales})))
         assert "down_proj" in raised.value.what
 
 
-@pytest.mark.parametrize("method", ["gptq", "w4a16", "fp8 in blocks", "mxfp4"])
-def test_a_file_that_is_cut_off_is_an_error(method: str, small: Callable[[str], Path], tmp_path: Path) -> None:
-    directory = changed(small(method), tmp_path / "cut", load_file(small(method) / "model.safetensors"))
+@pytest.mark.parametrize("method", ["GPTQ", "w4a16", "fp8 in blocks", "MXFP4"])
+def test_a_file_that_is_cut_off_is_an_error(method: str, small: Callable[[str], Pair], tmp_path: Path) -> None:
+    directory = changed(small(method).model, tmp_path / "cut", load_file(small(method).model / "model.safetensors"))
     file = directory / "model.safetensors"
     with file.open("r+b") as written:
         written.truncate(file.stat().st_size - 100)

@@ -21,7 +21,8 @@ from common.model import load
 from common.quantization import export
 from common.quantization.open import open_source
 from deploy.cli.main import main as cli
-from tests.checkpoints.hub_maker import METHODS, is_linear, quantized_of
+from tests.checkpoints.format_cases import HUB
+from tests.checkpoints.quantized_maker import LINEAR, quantized_hub
 from tests.models import make_model
 from tests.reference import Reference
 
@@ -73,7 +74,7 @@ def test_what_is_written_is_near_the_original(
     config, tensors, weights = json.loads((out / "config.json").read_text()), tensors_in(out), tensors_in(original)
     source = open_source(open_checkpoint(str(out)))
     assert source is not None
-    rounded = {name for name, values in weights.items() if is_linear(name, values)}
+    rounded = {name for name in weights if LINEAR.fullmatch(name)}
     assert source.compact().keys() == rounded and source.plain().keys() == weights.keys() - rounded
     modules = {name.removesuffix(".weight") for name in rounded}
     ignored = set(config["quantization_config"]["ignore"])
@@ -264,8 +265,8 @@ def test_what_exists_is_not_overwritten(
 
 
 def test_quantized_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = quantized_of(make_model("llama", tmp_path / "original"), tmp_path / "gptq", METHODS["gptq"])
-    said = refused(capsys, str(model), str(tmp_path / "out"))
+    pair = quantized_hub(make_model("llama", tmp_path / "original"), tmp_path / "gptq", *HUB["GPTQ"])
+    said = refused(capsys, str(pair.model), str(tmp_path / "out"))
     assert "quantized already, in GPTQ 4-bit" in said and not (tmp_path / "out").exists()
 
 
