@@ -21,12 +21,11 @@ from common.core.errors import StartError
 from common.kv.storage.tensors import DTYPES
 from common.model.compact import CompactEmbedding, CompactLinear
 from common.model.compact_experts import CompactExperts, takes_compact
+from common.model.compact_shapes import Experts, fitting, fitting_experts
 from common.model.load import check_complete, quiet_transformers, unloadable
 from common.quantization.source import Lazy, Make, WeightSource
 from common.quantization.weight import QuantizedWeight
 
-Experts = Callable[[], Iterable[list[QuantizedWeight]]]
-"""Returns, for each expert, the weights that are joined along their rows."""
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -157,9 +156,9 @@ def _place(places: _Places, whole: nn.Module, name: str, make: Make) -> bool:
     if part != "weight" or module is None:
         return False
     if type(module) is nn.Linear:
-        places.linears[path] = make
+        places.linears[path] = fitting(name, make, module.weight)
     elif isinstance(module, nn.Embedding) and module is whole.get_input_embeddings():  # type: ignore[operator]
-        places.embeddings[path] = make
+        places.embeddings[path] = fitting(name, make, module.weight)
     else:
         return False
     return True
@@ -173,7 +172,9 @@ def _place_experts(
         both = {part: of_experts.get(f"{path}.{part}") for part in (_GATE_UP, _DOWN)}
         read = {part: each[0] for part, each in both.items() if each is not None and each[0] is not None}
         if len(read) == 2 and takes_compact(_submodule(whole, path)):
-            places.experts[path] = read
+            places.experts[path] = {
+                part: fitting_experts(f"{path}.{part}", each, whole.get_submodule(path)) for part, each in read.items()
+            }
             continue
         for name, (_, dense) in of_experts.items():
             if name.rpartition(".")[0] == path:
