@@ -240,6 +240,7 @@ def _load(
         machine=machine,
         dtype=config.dtype,
         quantization=config.quantization,
+        products=config.products,
         enforce_eager=config.enforce_eager,
         decodes=config.role != "prefill",
         gpu_fusion=config.fused_parts,

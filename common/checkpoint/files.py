@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.checkpoint import context, hub
 from common.checkpoint.convert_tokenizer import readable_text
@@ -30,7 +30,7 @@ from common.kv.layout import ELEMENT_BYTES, KvDtype, LayerLayout
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _UNHASHED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
-ROUNDED = {"int8": 8, "int4": 4}
+ROUNDED: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 """Bits of a weight, by the way of quantizing at load."""
 _DTYPES: dict[str, KvDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 

@@ -19,7 +19,8 @@ from common.config.options import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8", "fp8"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
+Products = Literal["auto", "exact", "integer"]
 KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "native", "cpu", "torch", "triton", "flash"]
 KvTransport = Literal["auto", "shm", "zmq", "cuda-ipc", "nccl", "nixl"]
@@ -71,9 +72,18 @@ class EngineOptions:
     )
     quantization: Quantization = option(
         "none",
-        "int8 (CPUs) or fp8 (GPUs; emulated and slow on CPUs) store the weights of linear layers in 8 bits, fp8 "
-        "also multiplies in 8 bits; must be the same on all workers",
-        one_of("none", "int8", "fp8"),
+        "int8 or int4 (CPUs) round the weights of linear layers to 8 or 4 bits in groups of 64, unless the checkpoint "
+        "has them quantized; fp8 (GPUs; emulated and slow on CPUs) also multiplies in 8 bits; must be the same on all "
+        "workers",
+        one_of(*get_args(Quantization)),
+        "model",
+    )
+    products: Products = option(
+        "auto",
+        "products with quantized weights: exact (weights dequantized), integer (activations rounded to 8 bits, too, "
+        "which is faster), or auto (integer on CPUs where codes are integers, else exact); must be the same on all "
+        "workers",
+        one_of(*get_args(Products)),
         "model",
     )
     attention: Attention = option(

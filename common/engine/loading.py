@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from common.attention.registry import AUTO, Wanted, select_backend
-from common.checkpoint.files import Checkpoint
+from common.checkpoint.files import ROUNDED, Checkpoint
 from common.core.errors import StartError
 from common.engine.device_steps import DeviceSteps
 from common.engine.faults import SMALLER_POOL, shortage_in_words
@@ -18,7 +18,7 @@ from common.engine.gpu_memory import measure_use
 from common.engine.graph_calls import CudaCalls, GraphCalls
 from common.engine.parallel import Leader
 from common.engine.pool import make_store
-from common.engine.prepared import PreparedModel, prepare
+from common.engine.prepared import PreparedModel, Products, Quantization, prepare
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.grammar.masks import Grammars
 from common.kv.budget import Budget, fit
@@ -51,7 +51,8 @@ def load_engine(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
-    quantization: Literal["none", "int8", "fp8"] = "none",
+    quantization: Quantization = "none",
+    products: Products = "auto",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     enforce_eager: bool = False,
     decodes: bool = True,
@@ -79,7 +80,7 @@ def load_engine(
         budget(expected, room)  # raises StartError before the weights are read, which takes long
     ready = prepare(
         checkpoint, machine, chosen, max_model_len=max_model_len, batch_hint=batch_hint, quantization=quantization,
-        gpu_fusion=gpu_fusion, progress=progress, trust_remote_code=trust_remote_code, leader=leader,
+        products=products, gpu_fusion=gpu_fusion, progress=progress, trust_remote_code=trust_remote_code, leader=leader,
     )  # fmt: skip
     layout = _layout(checkpoint, ready, stored, block_size, leader)
     scales = _scales(ready, layout, leader)
@@ -178,8 +179,10 @@ def _budget(
 
 def _check_quantization(quantization: str, machine: Device) -> None:
     """Raise StartError if this worker cannot compute with such weights."""
-    if quantization == "int8" and machine.gpu is not None:
-        raise StartError("--quantization int8 runs on CPUs only", f"this worker computes on {machine.name}", "omit it")
+    if quantization in ROUNDED and machine.gpu is not None:
+        raise StartError(
+            f"--quantization {quantization} runs on CPUs only", f"this worker computes on {machine.name}", "omit it"
+        )
 
 
 def _most_for_kv(

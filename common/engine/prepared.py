@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from common.checkpoint.files import Checkpoint
+from common.checkpoint.files import ROUNDED, Checkpoint
 from common.core.errors import StartError
 from common.engine.faults import shortage_in_words
 from common.engine.parallel import Leader
-from common.kernels import triton
+from common.kernels import cpu, triton
 from common.kv.layout import KvDtype
 from common.model.collective import Collective
 from common.model.fp8 import Fp8Linear, round_linears
@@ -25,18 +25,23 @@ from common.model.load import Progress, detach_from_files, load_model, read_weig
 from common.model.load_compact import load_compact
 from common.model.probe import Probe, probe
 from common.model.rotary import freeze_rotary
+from common.model.round_linears import round_to_groups
 from common.platform.device import Device
 from common.quantization.open import open_source
+from common.quantization.rounded import open_rounded
+from common.quantization.source import WeightSource
 
+Quantization = Literal["none", "int8", "int4", "fp8"]
+Products = Literal["auto", "exact", "integer"]
 FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on it"
 
 
 @dataclass(frozen=True)
 class PreparedModel:
     """A model on device ``where``, and what was done to it: ``fused`` layers in C, ``packed`` linear layers, linear
-    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format. ``seen`` is what its
-    probe found. ``weights`` and ``rotary`` are hashes: of all weights in the files, and of frozen rotary frequencies
-    ("" for none). ``notes`` are choices in words."""
+    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format; products with them are
+    ``exact``, or integer. ``seen`` is what its probe found. ``weights`` and ``rotary`` are hashes: of all weights in
+    the files, and of frozen rotary frequencies ("" for none). ``notes`` are choices in words."""
 
     model: nn.Module
     where: torch.device
@@ -48,19 +53,21 @@ class PreparedModel:
     packed: int
     rounded: Sequence[Fp8Linear]
     formats: Mapping[str, int]
+    exact: bool
     notes: list[str]
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its linear layers are quantized."""
-        return self.quantization == "int8" or bool(self.rounded)
+        """Whether results differ from those of the checkpoint's weights, since weights or activations are rounded."""
+        return self.quantization in ROUNDED or bool(self.rounded) or (bool(self.formats) and not self.exact)
 
     def fingerprint(self, checkpoint: Checkpoint, kv: str) -> str:
         """Return the fingerprint of the loaded model: the checkpoint's, a dot, and the hash of all weights in its
-        files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights, ``kv`` with scales),
-        another dot and a hash of these changes follow."""
+        files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights, integer products,
+        ``kv`` with scales), another dot and a hash of these changes follow."""
         quantized = "" if self.quantization == "none" else self.quantization
-        made = [part for part in (self.rotary, quantized, kv) if part]
+        products = "integer" if self.formats and not self.exact else ""
+        made = [part for part in (self.rotary, quantized, products, kv) if part]
         loaded = f"{checkpoint.fingerprint}.{self.weights}"
         return f"{loaded}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}" if made else loaded
 
@@ -74,9 +81,9 @@ class PreparedModel:
             yield f"{self.packed} linear layers packed {how}"
         if self.formats:
             kept = ", ".join(f"{count} in {name}" for name, count in self.formats.items())
-            yield f"weights stay quantized: {kept}; products are exact, in torch, which is slow"
-        if self.quantization == "int8":
-            yield "linear layers quantized to int8: half the memory of bfloat16, slightly different results"
+            how = "exact" if self.exact else "integer (activations rounded to 8 bits)"
+            slow = "" if cpu.library() is not None and self.where.type == "cpu" else ", in torch, which is slow"
+            yield f"weights stay quantized: {kept}; products are {how}{slow}"
         if self.rounded:
             slow = sum(not each.in_hardware for each in self.rounded)
             how = f", {slow} of them emulated in float32, which is for tests and slow" if slow else ""
@@ -92,7 +99,8 @@ def prepare(
     *,
     max_model_len: int | None,
     batch_hint: int,
-    quantization: Literal["none", "int8", "fp8"],
+    quantization: Quantization,
+    products: Products,
     gpu_fusion: Sequence[str],
     progress: Progress | None,
     trust_remote_code: bool,
@@ -103,11 +111,11 @@ def prepare(
     StartError if it cannot be served here, also if another process has taken the GPU's memory since it was looked
     at."""
     weights = read_weights(checkpoint, dtype, progress, for_gpu=machine.gpu is not None, quantization=quantization)
-    where, int8 = torch.device(machine.address), quantization == "int8"
-    source, formats, remarks = open_source(checkpoint), dict[str, int](), list[str]()
-    if source is not None:
-        _check_compact(checkpoint, quantization, leader)
-        loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=True, where=where)
+    where, bits = torch.device(machine.address), ROUNDED.get(quantization)
+    exact = products == "exact" or (products == "auto" and machine.gpu is not None)
+    formats, remarks = dict[str, int](), list[str]()
+    if (source := _source(checkpoint, quantization, leader)) is not None:
+        loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=exact, where=where)
         model, formats, remarks = loaded.model, dict(loaded.formats), loaded.notes
     elif leader is None:
         model = load_model(checkpoint, dtype, trust_remote_code)
@@ -119,25 +127,33 @@ def prepare(
         seen = probe(model, checkpoint)
         ranks = None if leader is None else leader.collective
         rounded = round_linears(model, ranks) if quantization == "fp8" else []
-        fused = fuse_layers(model, int8) if machine.gpu is None and leader is None and not rounded else 0
+        if bits is not None:
+            for name, count in round_to_groups(model, bits, exact=exact).items():
+                formats[name] = formats.get(name, 0) + count
+        fused = fuse_layers(model) if machine.gpu is None and leader is None and not rounded else 0
         if machine.gpu is not None and not rounded:
             notes += fuse_for_gpu(model, gpu_fusion, where, ranks)
-    packed = pack_linears(model, batch_hint, int8) if machine.gpu is None else 0
+    packed = pack_linears(model, batch_hint) if machine.gpu is None else 0
     detach_from_files(model)
     notes = [*remarks, *notes]
-    return PreparedModel(model, where, seen, quantization, weights, rotary, fused, packed, rounded, formats, notes)
+    return PreparedModel(
+        model, where, seen, quantization, weights, rotary, fused, packed, rounded, formats, exact, notes
+    )
 
 
-def _check_compact(checkpoint: Checkpoint, quantization: str, leader: Leader | None) -> None:
-    """Raise StartError if a quantized checkpoint is to be quantized again, or split among ranks."""
+def _source(checkpoint: Checkpoint, quantization: Quantization, leader: Leader | None) -> WeightSource | None:
+    """Return the weights of a quantized checkpoint, or those of another one that is to be rounded; None for a model
+    that is loaded as it is, or by ranks. Raises StartError if a quantized one cannot be served in this way."""
     shown = checkpoint.format.shown
-    if quantization != "none":
-        why = f"its weights are quantized already, in {shown}"
-        raise StartError(f"cannot serve {checkpoint.name} with --quantization {quantization}", why, "omit it")
+    if not checkpoint.format.method:
+        bits = ROUNDED.get(quantization)
+        return None if leader is not None or bits is None else open_rounded(checkpoint, bits)
+    if quantization == "fp8":
+        raise StartError(f"cannot serve {checkpoint.name} in fp8", f"its weights are quantized, in {shown}", "omit it")
     if leader is not None:
-        why = f"its weights are quantized, in {shown}"
-        todo = "serve it with --tensor-parallel-size 1"
+        why, todo = f"its weights are quantized, in {shown}", "serve it with --tensor-parallel-size 1"
         raise StartError(f"cannot split {checkpoint.name} among {leader.size} ranks", why, todo)
+    return open_source(checkpoint)
 
 
 def move(model: nn.Module, where: torch.device) -> None:

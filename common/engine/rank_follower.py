@@ -14,7 +14,7 @@ import torch
 
 from common.attention.interface import AttentionBackend, bind
 from common.attention.registry import AUTO, Wanted, select_backend
-from common.checkpoint.files import Checkpoint
+from common.checkpoint.files import ROUNDED, Checkpoint
 from common.core.ids import BlockId
 from common.engine.batch import FlatStep
 from common.engine.cuda_graphs import DecodeGraphs
@@ -24,7 +24,7 @@ from common.engine.gpu_memory import UseMeter, no_room_for_graphs, taken
 from common.engine.graph_calls import CudaCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.packed_step import unpack, unpack_replay
-from common.engine.prepared import FEWER_WEIGHTS, fuse_for_gpu, move
+from common.engine.prepared import FEWER_WEIGHTS, Products, Quantization, fuse_for_gpu, move
 from common.engine.prompt_scores import forward_in_slices
 from common.engine.rank_graphs import GraphRanks
 from common.engine.rank_messages import (
@@ -58,6 +58,7 @@ from common.model.parallel import load_share, shard_of, whole_layers, whole_peak
 from common.model.parallel_check import check_split
 from common.model.probe import Probe, forward, probe
 from common.model.rotary import freeze_rotary
+from common.model.round_linears import round_to_groups
 from common.platform import memory
 from common.platform.device import Device, choose_dtype, probe_cpu
 
@@ -74,7 +75,8 @@ def follow(
     batch_hint: int,
     trust_remote_code: bool = False,
     attention: Wanted = AUTO,
-    quantization: Literal["none", "int8", "fp8"] = "none",
+    quantization: Quantization = "none",
+    products: Products = "auto",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     gpu_fusion: Sequence[str] = PARTS,
 ) -> None:
@@ -95,7 +97,9 @@ def follow(
         elif machine.gpu is not None:
             fuse_for_gpu(model, gpu_fusion, where, collective)
     if machine.gpu is None:
-        pack_linears(model, batch_hint, quantization == "int8")
+        if quantization in ROUNDED:
+            round_to_groups(model, ROUNDED[quantization], exact=products == "exact")
+        pack_linears(model, batch_hint)
     detach_from_files(model)
     memory.keep_freed_memory()
     whole, shards = whole_layers(checkpoint, plan, seen.layers)

@@ -134,8 +134,7 @@ def _find_places(whole: Any, source: WeightSource) -> _Places:
         if pattern is not None and names.merges(name, pattern):
             merged.setdefault(name, {}).setdefault(pattern, []).append((key, make))
         elif pattern is not None or not _place(places, whole, name, make):
-            places.plain[key] = _Dequantized(make)
-            places.dense.append(key)
+            _place_plain(places, source, {key: _Dequantized(make)})
     of_experts: dict[str, tuple[Experts | None, dict[str, Lazy]]] = {}
     for name, by_pattern in merged.items():
         dense: dict[str, Lazy] = {key: _Dequantized(make) for each in by_pattern.values() for key, make in each}
@@ -144,7 +143,7 @@ def _find_places(whole: Any, source: WeightSource) -> _Places:
         name, _ = names.find(key)
         transposed = getattr(whole.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
         of_experts[name] = _alone(read), {key: _Stacked(read, transposed)}
-    _place_experts(places, whole, of_experts)
+    _place_experts(places, whole, source, of_experts)
     _tie(places, whole)
     return places
 
@@ -165,7 +164,10 @@ def _place(places: _Places, whole: nn.Module, name: str, make: Make) -> bool:
 
 
 def _place_experts(
-    places: _Places, whole: nn.Module, of_experts: Mapping[str, tuple[Experts | None, dict[str, Lazy]]]
+    places: _Places,
+    whole: nn.Module,
+    source: WeightSource,
+    of_experts: Mapping[str, tuple[Experts | None, dict[str, Lazy]]],
 ) -> None:
     """Add the experts' projections to ``places``: compact if both are, in a module that takes them."""
     for path in dict.fromkeys(name.rpartition(".")[0] for name in of_experts):
@@ -178,8 +180,13 @@ def _place_experts(
             continue
         for name, (_, dense) in of_experts.items():
             if name.rpartition(".")[0] == path:
-                places.plain.update(dense)
-                places.dense += dense
+                _place_plain(places, source, dense)
+
+
+def _place_plain(places: _Places, source: WeightSource, dense: Mapping[str, Lazy]) -> None:
+    """Let transformers load these weights: as they were before rounding, if it was done by us."""
+    places.plain.update({key: source.unrounded.get(key, each) for key, each in dense.items()})
+    places.dense += [key for key in dense if key not in source.unrounded]
 
 
 def _joined(parts: list[list[tuple[str, Make]] | None]) -> Experts | None:

@@ -55,4 +55,9 @@ def choose(files: TensorFiles, config: Mapping[str, Any], bits: Literal[4, 8]) -
 
 
 def _round(files: TensorFiles, name: str, bits: Literal[4, 8], group: int) -> QuantizedWeight:
-    return replace(quantize(files.lazy(name)[...], bits, group), source=f"int{bits} in groups of {group}")
+    return replace(quantize(files.lazy(name)[...], bits, group), source=name_of(bits, group))
+
+
+def name_of(bits: int, group: int = GROUP) -> str:
+    """Return what a weight is called that was rounded to ``bits`` in groups of ``group`` columns."""
+    return f"int{bits} in groups of {group}"

@@ -394,9 +394,12 @@ def _difference(hello: Hello, peer: Hello) -> str | None:
     if _weights(hello.fingerprint) != _weights(peer.fingerprint):
         why = ", whose weight files differ"
     elif hello.fingerprint != peer.fingerprint and hello.dtype == "fp8":
-        why = ", loaded with another --quantization or --dtype, or whose KV in fp8 has other scales"
+        why = ", loaded with another --quantization, --products or --dtype, or whose KV in fp8 has other scales"
     elif hello.fingerprint != peer.fingerprint:
-        why = ", loaded with another --quantization, or a --max-model-len that changes the model's rotary embedding"
+        why = (
+            ", loaded with another --quantization or --products, or a --max-model-len that changes the model's rotary "
+            "embedding"
+        )
     return f"{', '.join(pairs)} of {peer.name} ({models}){why}: workers of one model must have the same"
 
 

@@ -110,6 +110,7 @@ def run(launch: RankLaunch, watched: Watched) -> None:
         trust_remote_code=config.trust_remote_code,
         attention=Wanted(config.attention, config.prefill_attention, config.decode_attention, config.decode_splits),
         quantization=config.quantization,
+        products=config.products,
         kv_cache_dtype=config.kv_cache_dtype,
         gpu_fusion=config.fused_parts,
     )

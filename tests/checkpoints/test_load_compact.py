@@ -171,8 +171,8 @@ def test_engine_serves_it_and_says_so(gptq: Pair) -> None:
     again = load_engine(open_checkpoint(str(shutil.copytree(gptq.model, gptq.model.with_name("copy")))), **options)  # type: ignore[arg-type]
     assert again.fingerprint == plain
     again.close()
-    with pytest.raises(StartError, match="int8"):
-        load_engine(open_checkpoint(str(gptq.model)), quantization="int8", **options)  # type: ignore[arg-type]
+    with pytest.raises(StartError, match="in fp8"):
+        load_engine(open_checkpoint(str(gptq.model)), quantization="fp8", **options)  # type: ignore[arg-type]
 
 
 def test_engine_checks_a_model_whose_embedding_is_quantized(tmp_path: Path) -> None:
