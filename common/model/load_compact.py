@@ -292,11 +292,11 @@ class _Slot(nn.Module):
 class _CompactLookup(nn.Embedding):
     """Looks rows up in a quantized weight; for subclasses of embeddings, which change what is looked up."""
 
-    quantized: QuantizedWeight
+    rows: CompactEmbedding
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.quantized.rows(ids.reshape(-1).long()).dequantize(self.weight.dtype)
-        return rows.view(*ids.shape, self.embedding_dim)
+        found: torch.Tensor = self.rows(ids)
+        return found
 
 
 def _emptied_class(whole: Any, places: _Places) -> Any:
@@ -342,7 +342,7 @@ def _fill(model: nn.Module, places: _Places, dtype: torch.dtype, exact: bool, wh
         if type(module) is nn.Embedding:
             _replace(model, name, CompactEmbedding(weight, dtype))
         else:
-            module.quantized = weight
+            module.rows = CompactEmbedding(weight, dtype)
             module.__class__ = type(type(module).__name__, (type(module), _CompactLookup), {})
         if places.tied:
             _set_linear(model, places.tied, weight, dtype, exact)
@@ -365,9 +365,8 @@ def _moved(weight: QuantizedWeight, where: torch.device) -> QuantizedWeight:
 def _set_linear(model: nn.Module, name: str, weight: QuantizedWeight, dtype: torch.dtype, exact: bool) -> None:
     bias: Any = model.get_submodule(name).bias
     owned = None if bias is None else bias.detach().clone()  # the loaded one may lie in a mapped file
-    _replace(model, name, CompactLinear(weight, owned, dtype, exact=exact or weight.coding != "int"))
+    _replace(model, name, CompactLinear(weight, owned, dtype, exact=exact))
 
 
 def _joined_linear(weights: list[QuantizedWeight], dtype: torch.dtype, exact: bool) -> CompactLinear:
-    rounds = exact or any(weight.coding != "int" for weight in weights)
-    return CompactLinear.joined(weights, [None] * len(weights), dtype, exact=rounds)
+    return CompactLinear.joined(weights, [None] * len(weights), dtype, exact=exact)

@@ -22,7 +22,8 @@ from common.attention.interface import Params
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query position, key position), int64 [n] each, to bool [n]: whether the query sees the key."""
 
-_recording = threading.Lock()
+_recording = threading.local()
+"""Has ``made`` while a thread records; ranks of one model may be threads that wait for each other."""
 
 
 @dataclass
@@ -34,24 +35,19 @@ class MaskRecorder:
 
     @contextlib.contextmanager
     def record(self, model: nn.Module) -> Iterator[None]:
-        """Record the masks of runs of ``model`` with transformers' eager attention. One thread at a time."""
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+        """Record the masks of runs of ``model`` in this thread with transformers' eager attention."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-            mask: torch.Tensor = eager_mask(*args, **kwargs)
-            self._made.append((mask, kwargs["mask_function"]))
-            return mask
-
+        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _eager_mask
         layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
         hooks = [layer.register_forward_pre_hook(self._see, with_kwargs=True) for layer in layers]
-        with _recording:
-            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = make
-            try:
-                yield
-            finally:
-                del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-                for hook in hooks:
-                    hook.remove()
+        _recording.made = self._made
+        try:
+            yield
+        finally:
+            _recording.made = None
+            for hook in hooks:
+                hook.remove()
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Store the rule of the mask that a layer is called with."""
@@ -59,6 +55,16 @@ class MaskRecorder:
             rule = next((rule for mask, rule in self._made if mask is value), None)
             if rule is not None:
                 self.rules[int(module.layer_idx)] = rule  # type: ignore[arg-type]
+
+
+def _eager_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make the mask of transformers' eager attention, and note its function if this thread records."""
+    from transformers.masking_utils import eager_mask
+
+    mask: torch.Tensor = eager_mask(*args, **kwargs)
+    if (made := getattr(_recording, "made", None)) is not None:
+        made.append((mask, kwargs["mask_function"]))
+    return mask
 
 
 def difference(rule: Rule, params: Params, positions: int, where: torch.device) -> str:

@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_loaded_model(case: Case, tmp_path: Path) -> None
 def parts_of(module: nn.Module) -> list[object]:
     if isinstance(module, CompactLinear):
         return [*module.parts]
-    return [module.quantized] if isinstance(module, CompactEmbedding) or hasattr(module, "quantized") else []
+    return [module.part] if isinstance(module, CompactEmbedding) else []
 
 
 def test_too_little_memory_is_said_of_the_quantized_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
