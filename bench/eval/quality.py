@@ -25,13 +25,14 @@ from common.core.errors import RequestError, StartError
 from common.core.ids import BlockId
 from common.core.sequence import Batch, Segment
 from common.engine.loading import load_engine
+from common.engine.prepared import Products, Quantization
 from common.engine.runner import sequence_of
 from common.kv.layout import KvDtype
 from coordinator.api.openai import parse_chat
 from coordinator.text.tokenizer import TextModel
 
 AT_ONCE, LONGEST = 32, 1024
-Way = tuple[KvDtype, Literal["none", "int8", "fp8"], Literal["auto", "fp8"]]
+Way = tuple[KvDtype, Quantization, Literal["auto", "fp8"]]
 """Element type of the computation, quantization of the weights, and element type of the KV pool."""
 REFERENCE: Way = ("float32", "none", "auto")
 WAYS: dict[str, Way] = {
@@ -98,14 +99,17 @@ def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -
     return torch.stack([row for each in found for row in each])
 
 
-def rows(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> Iterator[tuple[int, torch.Tensor]]:
+def rows(
+    checkpoint: Checkpoint, way: Way, asked: Sequence[Chat], products: Products = "auto"
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the log probabilities [vocabulary] of each token of each answer, float32, with the index of the chat: those
-    of several chats in turn, those of one chat in order."""
+    of several chats in turn, those of one chat in order. ``products``: those with quantized weights."""
     dtype, quantization, kv_cache_dtype = way
     blocks = AT_ONCE * -(-LONGEST // 16)
     engine = load_engine(
         checkpoint, dtype=dtype, num_kv_blocks=blocks, max_batched_tokens=AT_ONCE * LONGEST, max_num_seqs=AT_ONCE,
-        batch_hint=AT_ONCE, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+        batch_hint=AT_ONCE, quantization=quantization, products=products,
+        kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     try:
         for first in range(0, len(asked), AT_ONCE):

@@ -82,8 +82,8 @@ class PreparedModel:
         if self.formats:
             kept = ", ".join(f"{count} in {name}" for name, count in self.formats.items())
             how = "exact" if self.exact else "integer (activations rounded to 8 bits)"
-            slow = "" if cpu.library() is not None and self.where.type == "cpu" else ", in torch, which is slow"
-            yield f"weights stay quantized: {kept}; products are {how}{slow}"
+            place = "" if cpu.library() is not None and self.where.type == "cpu" else ", in torch, which is slow"
+            yield f"weights stay quantized: {kept}; products are {how}{place}"
         if self.rounded:
             slow = sum(not each.in_hardware for each in self.rounded)
             how = f", {slow} of them emulated in float32, which is for tests and slow" if slow else ""

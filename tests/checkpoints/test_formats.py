@@ -45,7 +45,7 @@ def reference(pair: Pair) -> Reference:
 def up(pair: Pair, tmp_path: Path, one_spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     TandemProcess.spawner = one_spawner
-    yield partial(RunningSystem.up, tmp_path, pair.model)
+    yield partial(RunningSystem.up, tmp_path, pair.model, "--products", "exact")
     TandemProcess.spawner = None
 
 

@@ -17,6 +17,7 @@ from common.engine.loading import load_engine
 from common.engine.runner import sequence_of
 from common.kernels import cpu
 from common.model import linears
+from common.model.compact import CompactLinear
 from common.model.layers import FusedLayer, NativeNorm, fuse_layers
 from common.model.linears import Int8Linear, NativeLinear, PackedLinear, pack_linears, quantize
 from common.model.load import load_model
@@ -347,8 +348,9 @@ def test_a_quantised_engine(compiled: bool, checkpoint: Callable[[str], Path], m
     one, other = whole.logits(batch).double(), small.logits(batch).double()
     error = float((one - other).pow(2).mean().sqrt() / one.std())
     assert 0 < error < 0.1
-    kinds = {type(module) for module in small.model.modules()}
-    assert (NativeLinear in kinds) is compiled and (Int8Linear in kinds) is not compiled and PackedLinear not in kinds
+    found = [module for module in small.model.modules() if isinstance(module, CompactLinear)]
+    assert found and all(bool(layer.address) is compiled for layer in found)
+    assert not any(isinstance(module, NativeLinear | PackedLinear | nn.Linear) for module in small.model.modules())
     for engine in (whole, small):
         engine.close()
 
