@@ -17,6 +17,7 @@
 #define MAX_PARTS 4           /* most weights of a product */
 #define INPUT_BYTES (512 << 10) /* of packed rows that meet one panel after the other and stay in L2 */
 #define MIN_INPUT_ROWS 16     /* rows that are packed at a time, at least */
+#define PREFETCH_WORDS (8 << 10 >> 2) /* prefetch distance in codes, which are read from front to back */
 
 enum coding { CODE_INT, CODE_E4M3, CODE_TABLE };
 
@@ -39,7 +40,7 @@ enum group_kind { INTEGER_4, INTEGER_8, INTEGER_7, INTEGER_6, EXACT_4, EXACT_8, 
 struct group_sums { /* of one row and one group of the weight */
     float scale; /* of the activations; 1 in an exact product */
     float total; /* sum of the activations, as far as they are used: in float32, or of codes times the scale */
-    int32_t codes; /* sum of the codes */
+    float codes; /* sum of the codes */
 };
 
 struct group_input { /* packed rows: codes or float32 [width], then group_sums [groups] each */

@@ -3,6 +3,7 @@
 
 /* What is subtracted from codes before they are multiplied. */
 #define CODE_OFFSET(kind) ((kind) == INTEGER_8 ? 128 : 0)
+#define CODE_SIZES_DIFFER 1 /* whether codes below 128 or 64 are multiplied otherwise */
 
 /* Two products each of codes of 8 columns and ``a``, four int8 of one row, as 16-bit numbers. */
 INLINE __m256i NAME(products)(words codes, int32_t a, enum group_kind kind)

@@ -2,6 +2,8 @@
 static const struct group_kernels NAME(kernels) = {VARIANT_NAME, NAME(pack_row), NAME(group_panels)};
 #undef VECTORS
 #undef CHAINS
+#undef TILE_ROWS
+#undef CODE_SIZES_DIFFER
 #undef CODE_OFFSET
 #undef GROUP_TILE_OF
 #undef LANES

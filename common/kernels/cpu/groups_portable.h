@@ -1,6 +1,7 @@
 /* Integer products of groups on any processor. */
 
 #define CODE_OFFSET(kind) 0
+#define CODE_SIZES_DIFFER 0 /* whether codes below 128 or 64 are multiplied otherwise */
 
 /* sum + codes . a + codes2 . a2, where ``a`` is four int8 of one row. */
 INLINE ints NAME(dot_two)(ints sum, words codes, int32_t a, words codes2, int32_t a2, enum group_kind kind)

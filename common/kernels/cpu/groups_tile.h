@@ -3,6 +3,7 @@
 
 #define VECTORS (PANEL / LANES)
 #define CHAINS (LANES == 16 ? 2 : 1) /* sums of an exact product that alternate, so that an addition need not wait */
+#define TILE_ROWS (LANES == 16 ? 8 : 4) /* most rows that are multiplied by codes at a time */
 
 /* -- activations --------------------------------------------------------------------------------------------------- */
 
@@ -65,7 +66,7 @@ INLINE void NAME(pack_typed)(const struct groups *weight, const void *from, long
             if (!weight->exact)
                 for (long i = k; i < k + group; i++)
                     whole += codes[i];
-            *sums = (struct group_sums){scale, weight->exact ? total : scale * (float)whole, whole};
+            *sums = (struct group_sums){scale, weight->exact ? total : scale * (float)whole, (float)whole};
         }
     }
 }
@@ -124,13 +125,17 @@ INLINE words NAME(load_codes)(const uint32_t *from) { return *(const words *)fro
 
 /* -- the sum of a group ---------------------------------------------------------------------------------------------- */
 
-/* Add the products of one group to ``sums``. ``row``: int8 of the first row, the next is ``row_bytes`` further. */
-INLINE void NAME(integer_dots)(int rows, enum group_kind kind, long group, const uint32_t *panel, const char *row,
-                               long row_bytes, ints (*sums)[VECTORS])
+/* Add the products of one group to ``sums``. ``row``: int8 of the first row, the next is ``row_bytes`` further. Codes
+ * ``ahead`` words further are prefetched into L2: some processors allow few prefetches into L1. */
+INLINE void NAME(integer_dots)(int rows, enum group_kind kind, long group, const uint32_t *panel, long ahead,
+                               const char *row, long row_bytes, ints (*sums)[VECTORS])
 {
     const long half = kind == INTEGER_4 ? group / 2 : 4, stride = kind == INTEGER_4 ? 4 : 8;
+    const int lines = kind == INTEGER_4 ? 1 : 2; /* words of a column per step */
     for (long t = 0; t < group / 8; t++) {
         words low[VECTORS], high[VECTORS];
+        UNROLL for (int line = 0; line < lines; line++)
+            __builtin_prefetch(panel + (lines * t + line) * PANEL + ahead, 0, 2);
         UNROLL for (int v = 0; v < VECTORS; v++)
             if (kind == INTEGER_4) {
                 words both = NAME(load_codes)(panel + t * PANEL + v * LANES);
@@ -177,14 +182,16 @@ INLINE floats NAME(values)(enum group_kind kind, words codes, floats zero, const
 }
 
 /* The same for an exact product: ``row`` is float32, ``zero`` of each column is subtracted from codes. */
-INLINE void NAME(exact_dots)(int rows, enum group_kind kind, long group, const uint32_t *panel, const char *row,
-                             long row_bytes, const floats *zero, const float *table, floats (*sums)[VECTORS])
+INLINE void NAME(exact_dots)(int rows, enum group_kind kind, long group, const uint32_t *panel, long ahead,
+                             const char *row, long row_bytes, const floats *zero, const float *table,
+                             floats (*sums)[VECTORS])
 {
     const int halves = kind == EXACT_4 || kind == EXACT_TABLE ? 2 : 1;
     const long steps = group / 4 / halves;
-    floats part[4][VECTORS][CHAINS] = {};
+    floats part[TILE_ROWS][VECTORS][CHAINS] = {};
     for (long t = 0; t < steps; t++) {
         words codes[VECTORS];
+        __builtin_prefetch(panel + t * PANEL + ahead, 0, 2);
         UNROLL for (int v = 0; v < VECTORS; v++)
             codes[v] = NAME(load_codes)(panel + t * PANEL + v * LANES);
         UNROLL for (int half = 0; half < halves; half++)
@@ -210,7 +217,8 @@ INLINE void NAME(exact_dots)(int rows, enum group_kind kind, long group, const u
 
 struct NAME(group_at) { /* one group of a panel */
     const uint32_t *codes;
-    long fine; /* where its numbers begin in those of all groups */
+    long ahead; /* prefetch distance */
+    long fine;  /* where its numbers begin in those of all groups */
     floats scale[VECTORS], minimum[VECTORS];
 };
 
@@ -220,8 +228,8 @@ INLINE void NAME(add_group)(int rows, enum group_kind kind, const struct groups 
                             long row_bytes, floats (*acc)[VECTORS])
 {
     const int exact = kind >= EXACT_4, shift = exact ? 0 : CODE_OFFSET(kind);
-    floats sums[4][VECTORS], zero[VECTORS];
-    const struct group_sums *of[4];
+    floats sums[TILE_ROWS][VECTORS], zero[VECTORS];
+    const struct group_sums *of[TILE_ROWS];
     UNROLL for (int r = 0; r < rows; r++)
         of[r] = (const struct group_sums *)((const char *)input + r * row_bytes);
     UNROLL for (int v = 0; v < VECTORS; v++)
@@ -230,19 +238,14 @@ INLINE void NAME(add_group)(int rows, enum group_kind kind, const struct groups 
         else
             zero[v] = NAME(broadcast)((float)(weight->zero - shift));
     if (exact) {
-        NAME(exact_dots)(rows, kind, weight->group, group->codes, row, row_bytes, zero, weight->table, sums);
+        NAME(exact_dots)(rows, kind, weight->group, group->codes, group->ahead, row, row_bytes, zero, weight->table,
+                         sums);
     } else {
-        ints whole[4][VECTORS];
+        ints whole[TILE_ROWS][VECTORS] = {};
+        NAME(integer_dots)(rows, kind, weight->group, group->codes, group->ahead, row, row_bytes, whole);
         UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                whole[r][v] = (ints){} - (weight->zeros ? 0 : weight->zero - shift) * of[r]->codes;
-        NAME(integer_dots)(rows, kind, weight->group, group->codes, row, row_bytes, whole);
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                sums[r][v] = NAME(to_floats)(whole[r][v]);
-                if (weight->zeros)
-                    sums[r][v] -= zero[v] * (float)of[r]->codes;
-            }
+            UNROLL for (int v = 0; v < VECTORS; v++) /* exact: below 2^24 */
+                sums[r][v] = NAME(to_floats)(whole[r][v]) - zero[v] * of[r]->codes;
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -263,9 +266,10 @@ INLINE void NAME(group_tile)(int rows, enum group_kind kind, const struct groups
     const char *from = input->rows + row * input->row_bytes;
     const struct group_sums *sums = (const struct group_sums *)(from + input->sums_at);
     struct NAME(group_at) group = {.codes = weight->codes + panel * groups * size, .fine = panel * groups * PANEL};
-    floats acc[4][VECTORS] = {};
+    floats acc[TILE_ROWS][VECTORS] = {};
+    group.ahead = row ? 0 : PREFETCH_WORDS; /* the first rows bring a panel, the others find it */
     for (long span = 0; span < spans; span++) {
-        floats scale[VECTORS], minimum[VECTORS];
+        floats scale[VECTORS], minimum[VECTORS] = {};
         UNROLL for (int v = 0; v < VECTORS; v++) {
             long coarse = (panel * spans + span) * PANEL + v * LANES;
             group.scale[v] = scale[v] = NAME(load_scales)(weight->scales, coarse, weight->scale_type);
@@ -302,8 +306,15 @@ INLINE void NAME(group_tile_any)(int rows, const struct groups *weight, const st
     switch (group_kind(weight)) {
         GROUP_TILE_OF(INTEGER_4)
         GROUP_TILE_OF(INTEGER_8)
+#if CODE_SIZES_DIFFER
         GROUP_TILE_OF(INTEGER_7)
         GROUP_TILE_OF(INTEGER_6)
+#else
+        case INTEGER_7:
+        case INTEGER_6:
+            NAME(group_tile)(rows, INTEGER_8, weight, input, row, panel, to);
+            break;
+#endif
         GROUP_TILE_OF(EXACT_4)
         GROUP_TILE_OF(EXACT_8)
         GROUP_TILE_OF(EXACT_E4M3)
@@ -314,6 +325,11 @@ INLINE void NAME(group_tile_any)(int rows, const struct groups *weight, const st
 static void NAME(group_rows)(int rows, const struct groups *weight, const struct group_input *input, long row,
                              long panel, float *to)
 {
+#if LANES == 16
+    if (rows == 8)
+        NAME(group_tile_any)(8, weight, input, row, panel, to);
+    else
+#endif
     if (rows == 4)
         NAME(group_tile_any)(4, weight, input, row, panel, to);
     else if (rows == 2)
@@ -366,8 +382,10 @@ static void NAME(group_panels)(const struct group_product *product, long first, 
         const struct groups *weight = product->parts[part];
         long at = product->at[part] + panel * PANEL;
         for (long row = 0; row < product->rows;) {
-            int rows = product->rows - row < 2 ? 1 : product->rows - row < 4 ? 2 : 4;
-            float sums[4 * PANEL], up[4 * PANEL];
+            int rows = TILE_ROWS;
+            while (rows > product->rows - row)
+                rows /= 2;
+            float sums[TILE_ROWS * PANEL], up[TILE_ROWS * PANEL];
             NAME(group_rows)(rows, weight, product->inputs[part], row, panel, sums);
             if (product->activation)
                 NAME(group_rows)(rows, product->parts[1], product->inputs[1], row, panel, up);

@@ -2,6 +2,7 @@
  * of 16 columns (AVX512-VNNI) or 8 (AVX-VNNI). */
 
 #define CODE_OFFSET(kind) 0
+#define CODE_SIZES_DIFFER 0 /* whether codes below 128 or 64 are multiplied otherwise */
 
 /* sum + codes . a, where ``a`` is four int8 of one row. */
 INLINE ints NAME(dot)(ints sum, words codes, int32_t a, enum group_kind kind)
