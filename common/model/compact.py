@@ -1,8 +1,9 @@
 """Linear layers and embeddings whose weights stay quantized.
 
 Products are *exact* (dequantized weights, activations as they are) or *integer* (activations in 8 bits, too). Kernels
-in C compute both from panels (:mod:`common.quantization.panels`). Without them, and on other devices, torch does: some
-rows at a time are dequantized in each product, which is slow. Integer products are computed there in float32 on the
+in C compute both from panels (:mod:`common.quantization.panels`), on GPUs one in Triton computes exact ones from the
+codes (:mod:`common.kernels.triton.groups`). Without them torch does: some rows at a time are dequantized in each
+product, which is slow. Integer products are computed there in float32 on the
 rounded activations, which are the same numbers.
 """
 
@@ -10,14 +11,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from common.kernels import cpu
+from common.kernels import cpu, triton
 from common.model import linears
 from common.quantization.panels import PANEL, Panels
 from common.quantization.weight import QuantizedWeight
@@ -221,12 +222,22 @@ def _product(weight: QuantizedWeight, x: torch.Tensor, exact: bool) -> torch.Ten
     """Return ``x @ weight.T``, in the type of ``x`` if ``exact``, else in float32."""
     if not exact and weight.coding == "int":
         x = round_activations(x, weight)
+    elif _has_triton(x.device.type):
+        from common.kernels.triton.groups import multiply
+
+        return multiply(x.contiguous(), weight)
     step = max(1, _CHUNK // weight.shape[1])
     out = x.new_empty(x.shape[0], weight.shape[0])
     for at in range(0, weight.shape[0], step):
         some = weight.rows(slice(at, at + step)).dequantize(x.dtype)
         out[:, at : at + step] = functional.linear(x, some)
     return out
+
+
+@cache
+def _has_triton(device: str) -> bool:
+    """Return whether exact products run in Triton's kernels on a device of this type."""
+    return triton.unusable(device) is None
 
 
 def round_activations(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:

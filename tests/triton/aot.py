@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +25,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from common.kernels.e4m3 import E4M3
-from common.kernels.triton import INTERPRETED, decode, layers, pieces, prefill, rotary, store
+from common.kernels.triton import INTERPRETED, decode, groups, layers, pieces, prefill, rotary, store
 from common.kernels.triton.spans import DecodeRows, PrefillSpans
+from common.quantization.weight import QuantizedWeight
+from tests.triton.groups import FORMATS, weight_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 SHARED_LIMIT = 227 << 10
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    E4M3: "*fp8e4nv",
+    E4M3: "*fp8e4nv", torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
 SATURATING = "cvt.rn.satfinite.e4m3x2.f32"
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -96,6 +99,8 @@ MODELS = (
 )
 FEW = ("8B", "8B, fp8 KV")
 """Models of the sample."""
+FEW_FORMATS = ("Q4_K", "GPTQ", "MXFP4")
+"""Formats of weights of all models but the first, and of the sample."""
 
 
 class Launch(NamedTuple):
@@ -185,9 +190,19 @@ def launches_of(model: Model, capability: int) -> list[Launch]:
             layers.add_norm(hidden, delta, weight, 1e-6)
         for activation in layers.ACTIVATIONS:
             layers.gate(*wide.chunk(2, dim=1), activation)
+    with recorded(groups, made):
+        for name in FORMATS if model is MODELS[0] and capability == 90 else FEW_FORMATS:
+            for count in (1, rows):
+                groups.multiply(hidden[:count], quantized(name), weight if name == "GPTQ" else None)
     with recorded(pieces, made):
         pieces.copy(empty(3, 37, dtype=torch.int64), 1 << 20)
     return made
+
+
+@cache
+def quantized(name: str) -> QuantizedWeight:
+    """Return a weight [4096, 4096] of a format, without memory."""
+    return weight_of(FORMATS[name], 4096, 4096, "meta")
 
 
 def compiled(launch: Launch, capability: int) -> Compiled:

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,6 +80,19 @@ def misstored(_: Make) -> bool:
     return wrongly_stored(dtypes=(torch.float32,)) > 0
 
 
+def miscomputed(name: str, width: int = 512) -> Callable[[Make], bool]:
+    """Return a check of products with a weight of a format of :mod:`tests.triton.groups`."""
+
+    def fails(_: Make) -> bool:
+        module: Any = importlib.import_module("tests.triton.groups")
+        module.multiply = importlib.import_module(f"{package.__name__}.groups").multiply
+        return not all(
+            module.error_of(module.Case(name, 17, 70, width, torch.float32, bias), "cpu") <= 1 for bias in (False, True)
+        )
+
+    return fails
+
+
 _ERROR = 2
 """Exit code of a child whose check raised."""
 _BLOCK = "mask=seen, other=0).to(tl.int64)"
@@ -121,6 +134,17 @@ MUTANTS = (
     Mutant(
         "the scale of another head in prefill", "prefill", "tl.load(VScales + kv_head)", "tl.load(VScales)",
         in_fp8("prompts"),
+    ),
+    Mutant("halves of bytes in turn", "groups", "low + half, width", "low + 1, width", miscomputed("Q4_0")),
+    Mutant("the scale of another group", "groups", "group = byte // half", "group = byte // K", miscomputed("Q6_K")),
+    Mutant(
+        "columns out of order", "groups", "column = tl.load(Order + column", "tl.load(Order + column",
+        miscomputed("GPTQ"),
+    ),
+    Mutant("an unmasked tail of a width", "groups", "known & (column < width)", "known", miscomputed("Q8_0", 500)),
+    Mutant(
+        "minima without their second level", "groups", "minimum *= tl.load(SubMinima", "tl.load(SubMinima",
+        miscomputed("Q2_K"),
     ),
     Mutant(
         "ties away from zero in float8", "float8", "0x7FFFF + (size >> 20 & 1)", "0x80000", misstored,

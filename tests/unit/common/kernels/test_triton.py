@@ -48,12 +48,24 @@ def test_the_whole_grid_equals_the_reference(share: int) -> None:
 @pytest.mark.slow
 def test_planted_faults_are_caught() -> None:
     said = run("-m", "tests.triton.mutants", TRITON_INTERPRET="1")
-    assert said.count("caught: ") >= 12
+    assert said.count("caught: ") >= 17
 
 
 @pytest.mark.slow
 def test_what_surrounds_attention_equals_torch() -> None:
     assert run("-m", "tests.triton.parts", TRITON_INTERPRET="1").count(": right") == 6
+
+
+@pytest.mark.slow
+def test_products_with_weights_in_groups_equal_torch() -> None:
+    assert run("-m", "tests.triton.groups", "--sample", TRITON_INTERPRET="1").endswith(" 0 wrong\n")
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.timeout(1200)
+def test_all_products_with_weights_in_groups_equal_torch() -> None:
+    run("-m", "tests.triton.groups", seconds=1100, TRITON_INTERPRET="1")
 
 
 def compiled(*words: str, seconds: float, **environment: str) -> str:
