@@ -7,8 +7,9 @@ Only a weight that is tied to an embedding exists twice, because rows cannot be 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
 """Activations that a gated linear layer can apply: names in transformers, and values of ``enum activation`` in
 native.c."""
 _CACHE_LINE = 64
+_READ = "tandem_weight_is_read"
+"""Attribute of linear layers whose weight another module reads."""
 
 
 class PackedLinear(nn.Module):
@@ -31,7 +34,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         self.bias = None if bias is None else bias.detach()
-        # modelling code may read the dtype or the shape, never the values
+        # modelling code may read the dtype or the shape, never the values: see marking_read_weights
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,9 +248,31 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int, int8: bo
     return PackedLinear(weight, bias, rows) if packing_pays(weight.dtype, rows) else None
 
 
+@contextlib.contextmanager
+def marking_read_weights(model: nn.Module) -> Iterator[None]:
+    """Mark, after runs of ``model``, the linear layers that were not called although the module that has them was: it
+    reads their weight itself, so they must stay plain."""
+    called = set[nn.Module]()
+    linears = [(parent, child) for parent in model.modules() for child in parent.children() if type(child) is nn.Linear]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+        for module in {module: None for pair in linears for module in pair}
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for parent, child in linears:
+        if parent in called and child not in called:
+            child.__dict__[_READ] = True
+
+
 def linear_weight(module: nn.Module) -> torch.Tensor | None:
     """Return the [out, in] weight of a plain linear layer; None for any other module, even a subclass, which may behave
-    differently."""
+    differently, and for one whose weight is read by another module."""
+    if _READ in module.__dict__:
+        return None
     if type(module) is nn.Linear:
         return module.weight
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":

@@ -21,6 +21,7 @@ from common.attention.torch_reference import attend_one
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.kv.layout import LayerLayout
+from common.model.linears import marking_read_weights
 from common.model.masks import MaskRecorder, declared_window, difference
 
 PROBE_TOKENS = 32
@@ -100,7 +101,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
     ids, positions = torch.tensor([tokens], device=where), torch.arange(PROBE_TOKENS, device=where)[None]
     masks, recorder = MaskRecorder(), Recorder()
     try:
-        with masks.record(model):
+        with masks.record(model), marking_read_weights(model):
             eager = _eager(model, ids, None)
         bind(model, recorder)
         ours = forward(model, ids, positions, None)
@@ -132,7 +133,7 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
     config = checkpoint.text_config
     count = config.get("num_hidden_layers", config.get("n_layer", len(recorder.calls)))
     if [layer for layer, _, _ in recorder.calls] != list(range(count)):
-        raise _unfit(checkpoint, f"attention was called {len(recorder.calls)} times for {count} layers")
+        raise _unfit(checkpoint, f"{count} layers call attention {len(recorder.calls)} times, not once each in order")
     if config.get("attention_chunk_size"):
         raise _unfit(checkpoint, "it attends in chunks, which is not supported")
     kinds = config.get("layer_types") or ()
