@@ -248,12 +248,12 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if id(weight) in embeddings:
-            weight.copy_((0.1 if model.config.tie_word_embeddings else 0.25) * noise)
+            weight.copy_((0.1 if getattr(model.config, "tie_word_embeddings", False) else 0.25) * noise)
         elif weight.ndim >= 2:
             weight.copy_(noise * 1.5 / math.sqrt(HIDDEN))
         elif "post_" in name and "gemma" in model.config.model_type:
             weight.copy_(5.0 + noise)
-        elif name.endswith("norm.weight") or ".ln_" in name or "layernorm" in name:
+        elif name.endswith("norm.weight") or ".ln_" in name or "layernorm" in name.lower():
             weight.add_(0.2 * noise)
         else:
             weight.copy_(0.3 * noise)

@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.formats import read_format
+from common.checkpoint.refused_types import REFUSED_TYPES, STATE
 from common.core.errors import StartError
 
-STATEFUL = frozenset(
-    (
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm2_vl lfm3 "
-        "mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next "
-        "qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
-    ).split()
-)
-"""Model types whose layers have a state besides keys and values."""
 _DECODERS = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
 
 
@@ -44,8 +37,12 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
     known = classes is None or any(architecture in each for each in classes.values())
     if config.get("is_encoder_decoder"):
         why = f"{name} is an encoder-decoder model"
-    elif kind in STATEFUL or "linear_attention" in (config.get("layer_types") or ()):
-        why = f"{name} has layers with a recurrent state, not only attention"
+    elif kind in REFUSED_TYPES:
+        why = f"{name} {REFUSED_TYPES[kind]}"
+    elif "linear_attention" in (config.get("layer_types") or ()):
+        why = f"{name} {STATE}"
+    elif (config.get("text_config") or config).get("attention_chunk_size"):
+        why = f"{name} attends in chunks"
     elif not trust_remote_code and not known and "auto_map" in config:
         why = f"{name} needs Python code that comes with the checkpoint"
         todo = "give --trust-remote-code if you trust this code: it will run on this machine"
@@ -72,10 +69,17 @@ def causal_models() -> dict[str, tuple[str, ...]] | None:
 def _attends_by_itself(kind: str) -> bool:
     """Return whether the modelling code of ``kind`` has attention layers that ignore transformers' registry of
     attention functions."""
-    name = kind.replace("-", "_")
+    name = _module_of(kind)
     text = _source(name, f"modeling_{name}.py")
-    own = re.search(r"^class (?!\w*Vision)\w+Attention\w*\(", text, re.MULTILINE)
+    own = re.search(r"^class (?!\w*Vision)\w*Attention\w*\(", text, re.MULTILINE)
     return own is not None and "ALL_ATTENTION_FUNCTIONS" not in text
+
+
+def _module_of(kind: str) -> str:
+    """Return the folder of transformers' models that has the code of ``kind``."""
+    _, _, special = _source("auto", "auto_mappings.py").partition("SPECIAL_MODEL_TYPE_TO_MODULE_NAME = ")
+    found = re.search(rf'\("{re.escape(kind)}", "(\w+)"\)', special)
+    return found[1] if found else kind.replace("-", "_")
 
 
 def _source(*parts: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.checkpoint.end_tokens import EndToken
 from common.checkpoint.files import Checkpoint
-from common.checkpoint.parameters import count_parameters
+from common.checkpoint.parameters import GGUF_BITS, PLAIN_KINDS, count_parameters, weight_bytes
 from common.checkpoint.preview import Preview
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout
 from common.platform import memory
@@ -24,9 +24,10 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 """Lengths of requests, in tokens, for which memory is stated, beside the model's own."""
 BATCHES = (1, 8, 32)
 """Numbers of requests for which memory is stated."""
-FUSED_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FUSED_TYPES = frozenset(
+    ("cwm granite granite_swa internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen3 seed_oss").split()
+)
 """Model types whose decoder layers are of the shape of :mod:`common.model.layers`."""
-_DENSE_KINDS = frozenset({"F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def inspect(found: Preview) -> Inspection:
     dtype, reason = choose_dtype("auto", found.dtype, machine)
     text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
     total, active = count_parameters(found.tensors, checkpoint.format, config)
-    weights = _weight_bytes(found, dtype)
+    weights = weight_bytes(found, dtype)
     layers = checkpoint.kv_layers()
     layout = None if layers is None else KvLayout(layers, dtype, BLOCK_SIZE)
     output = text.output
@@ -119,13 +120,6 @@ def inspect(found: Preview) -> Inspection:
     )
 
 
-def _weight_bytes(found: Preview, dtype: KvDtype) -> int:
-    """Return the bytes of the weights in memory."""
-    if found.checkpoint.format.method:
-        return found.weight_bytes
-    return found.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[found.dtype]
-
-
 def _memory(checkpoint: Checkpoint, layout: KvLayout, weights: int) -> Iterator[Memory]:
     """Yield the memory of a worker at each context and batch."""
     own = checkpoint.max_position
@@ -144,13 +138,15 @@ def _named(notation: Any, is_read: bool) -> str | None:
 
 def _fast(checkpoint: Checkpoint, machine: Device) -> Iterator[str]:
     if machine.gpu is not None:
-        yield "attention in Triton kernels over KV blocks; decode steps as CUDA graphs"
+        yield "attention in Triton over KV blocks; decode steps as CUDA graphs"
+        if checkpoint.format.method:
+            yield "weights stay quantized in memory, and are multiplied in Triton"
         return
     yield "attention in C over KV blocks"
     if checkpoint.config.get("model_type") in FUSED_TYPES:
         yield "decoder layers in C, all in one call per step"
     if checkpoint.format.method:
-        yield "weights stay quantized in memory"
+        yield "weights stay quantized in memory, and are multiplied in C"
 
 
 def _slow(found: Preview, machine: Device, dtype: KvDtype, has_experts: bool) -> Iterator[str]:
@@ -160,5 +156,8 @@ def _slow(found: Preview, machine: Device, dtype: KvDtype, has_experts: bool) ->
         yield "decoder layers run as modules of transformers, dozens of small operators each"
     if on_cpu and has_experts:
         yield "experts are multiplied one by one, in torch"
+    if checkpoint.format.container == "gguf":
+        kinds = {tensor.kind for tensor in found.tensors.values()} - GGUF_BITS.keys() - PLAIN_KINDS
+        yield from (f"weights of {kind} are expanded to 8 bits" for kind in sorted(kinds))
     if not checkpoint.format.method and ELEMENT_BYTES[dtype] > ELEMENT_BYTES[found.dtype]:
         yield f"weights of {found.dtype} become {dtype}, twice the memory and the time per token"

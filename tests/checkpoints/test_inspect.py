@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
 from safetensors import safe_open
 
 from common.checkpoint import hub
 from common.checkpoint import preview as previews
+from common.checkpoint.parameters import EXPANDED_BITS, GGUF_BITS
 from common.checkpoint.preview import Preview, preview
 from common.core.errors import StartError
+from common.quantization.gguf_blocks import READERS, size_of, weight_of
 from deploy.launcher.inspection import inspect
 from tests.checkpoints.gguf_maker import gguf_of
 from tests.e2e.system import tandem
@@ -134,6 +138,13 @@ def test_a_gguf_file_of_a_repository(
         assert all(count < (published / name).stat().st_size for name, count in remote.fetched.items())
     same(found, preview(str(file)))
     assert found.weight_bytes == sum(each.stat().st_size for each in published.iterdir())
+
+
+@pytest.mark.parametrize("kind", [*READERS, "IQ3_S"])
+def test_bytes_in_memory_are_those_of_the_weights(kind: str) -> None:
+    data = torch.randint(0, 60, (size_of(Type[kind], (64, 512)),), dtype=torch.uint8)
+    weight = weight_of(Type[kind], data, (64, 512))
+    assert weight.nbytes * 8 / (64 * 512) == pytest.approx(GGUF_BITS.get(kind, EXPANDED_BITS), rel=0.02)
 
 
 def test_a_damaged_gguf_file_of_a_repository(
