@@ -76,6 +76,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/model/test_compact",
             "unit/common/quantization/test_panels",
             "unit/common/quantization/test_gguf_blocks",
+            "unit/common/quantization/test_groups",
             "unit/common/quantization/test_hub_formats",
             "unit/common/quantization/test_rounded",
             "unit/common/quantization/test_weight",

@@ -45,13 +45,17 @@ def unpack_int32(words: torch.Tensor, bits: int, along: int, order: Sequence[int
     rows, columns = words.shape
     if _WORD % bits:
         codes = _stream(words, bits)
-    else:
-        taken, mask = words.view(torch.uint8).view(rows, columns * 4, 1), (1 << bits) - 1
-        codes = torch.cat([taken >> shift & mask for shift in range(0, 8, bits)], 2).view(rows, -1)
+        return codes if order is None else codes.view(rows, -1, len(order))[:, :, _inverse(order)].view(rows, -1)
+    taken, mask = words.view(torch.uint8), (1 << bits) - 1
     if order is None:
-        return codes
-    place = torch.tensor(order).argsort()
-    return codes.view(rows, -1, len(order))[:, :, place].view(rows, -1)
+        return torch.stack([taken >> shift & mask for shift in range(0, 8, bits)], 2).view(rows, -1)
+    starts = [place * bits for place in _inverse(order)]
+    of_words = taken.view(rows, columns, 4)
+    return torch.stack([of_words[:, :, at // 8] >> at % 8 & mask for at in starts], 2).view(rows, -1)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(place) for place in range(len(order))]
 
 
 def unpack_padded(words: torch.Tensor, bits: int) -> torch.Tensor:
