@@ -264,7 +264,8 @@ def quality(folder: Path) -> list[str]:
     kept = results.load(folder / "quality.json#quality")
     rows = [
         (name, f"{each['perplexity']:.4f}", f"{each['same_token']:.2%}", f"{each['divergence']:.1e}")
-        for name, each in ((name, kept[name]) for name in ("float32", "bfloat16", "int8"))
+        for name in ("float32", "bfloat16", "int8", "int8, exact", "int4", "int4, exact")
+        if (each := kept.get(name))
     ]
     return markdown(("weights", "perplexity", "same most likely token", "divergence, nats"), rows)
 

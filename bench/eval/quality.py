@@ -4,7 +4,7 @@ The engine computes the next-token distributions over the golden chats with thei
 in decoding, in float32 and in each format to be judged. Three figures over the tokens of all answers compare a format
 with float32: the perplexity of the references, the fraction of positions with the same most likely token, and the
 Kullback-Leibler divergence in nats. bfloat16 is included because the 8-bit formats are alternatives to it, of half its
-size.
+size. Of a checkpoint that is quantized already, integer products are compared with exact ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -32,16 +32,37 @@ from coordinator.api.openai import parse_chat
 from coordinator.text.tokenizer import TextModel
 
 AT_ONCE, LONGEST = 32, 1024
-Way = tuple[KvDtype, Quantization, Literal["auto", "fp8"]]
-"""Element type of the computation, quantization of the weights, and element type of the KV pool."""
-REFERENCE: Way = ("float32", "none", "auto")
-WAYS: dict[str, Way] = {
-    "bfloat16": ("bfloat16", "none", "auto"),
-    "int8": ("bfloat16", "int8", "auto"),
-    "fp8": ("bfloat16", "fp8", "auto"),
-    "fp8 KV": ("bfloat16", "none", "fp8"),
-    "fp8 and fp8 KV": ("bfloat16", "fp8", "fp8"),
+
+
+class Way(NamedTuple):
+    """Element type of the computation, quantization of the weights, element type of the KV pool, and products with
+    quantized weights."""
+
+    dtype: KvDtype
+    quantization: Quantization = "none"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    products: Products = "exact"
+
+
+REFERENCE = Way("float32")
+WAYS = {
+    "bfloat16": Way("bfloat16"),
+    "int8": Way("bfloat16", "int8", products="integer"),
+    "int8, exact": Way("bfloat16", "int8"),
+    "int4": Way("bfloat16", "int4", products="integer"),
+    "int4, exact": Way("bfloat16", "int4"),
+    "fp8": Way("bfloat16", "fp8"),
+    "fp8 KV": Way("bfloat16", kv_cache_dtype="fp8"),
+    "fp8 and fp8 KV": Way("bfloat16", "fp8", "fp8"),
 }
+"""Ways to compute with an unquantized checkpoint."""
+QUANTIZED_WAYS = {
+    "bfloat16": Way("bfloat16"),
+    "integer": Way("float32", products="integer"),
+    "integer, bfloat16": Way("bfloat16", products="integer"),
+    "fp8 KV": Way("bfloat16", kv_cache_dtype="fp8"),
+}
+"""Ways to compute with one whose weights are quantized already: all are compared with exact products in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +120,13 @@ def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -
     return torch.stack([row for each in found for row in each])
 
 
-def rows(
-    checkpoint: Checkpoint, way: Way, asked: Sequence[Chat], products: Products = "auto"
-) -> Iterator[tuple[int, torch.Tensor]]:
+def rows(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the log probabilities [vocabulary] of each token of each answer, float32, with the index of the chat: those
-    of several chats in turn, those of one chat in order. ``products``: those with quantized weights."""
-    dtype, quantization, kv_cache_dtype = way
+    of several chats in turn, those of one chat in order."""
     blocks = AT_ONCE * -(-LONGEST // 16)
     engine = load_engine(
-        checkpoint, dtype=dtype, num_kv_blocks=blocks, max_batched_tokens=AT_ONCE * LONGEST, max_num_seqs=AT_ONCE,
-        batch_hint=AT_ONCE, quantization=quantization, products=products,
-        kv_cache_dtype=kv_cache_dtype,
+        checkpoint, num_kv_blocks=blocks, max_batched_tokens=AT_ONCE * LONGEST, max_num_seqs=AT_ONCE,
+        batch_hint=AT_ONCE, **way._asdict(),
     )  # fmt: skip
     try:
         for first in range(0, len(asked), AT_ONCE):
@@ -153,12 +170,13 @@ def run(config: BenchQualityConfig) -> int:
     answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
     reference = log_probabilities(checkpoint, REFERENCE, asked)
     found = {"float32": judge(reference, reference, answers)}
-    found |= {name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in WAYS.items()}
+    ways = QUANTIZED_WAYS if checkpoint.format.method else WAYS
+    found |= {name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in ways.items()}
     print(f"{len(answers):,} tokens of {len(asked)} answers")
-    print(f"{'format':<14} {'perplexity':>11} {'change':>8} {'same token':>11} {'divergence':>11}")
+    print(f"{'format':<17} {'perplexity':>11} {'change':>8} {'same token':>11} {'divergence':>11}")
     for name, each in found.items():
         change = each.perplexity / found["float32"].perplexity - 1
-        print(f"{name:<14} {each.perplexity:>11.4f} {change:>+8.2%} {each.same_token:>11.2%} {each.divergence:>11.5f}")
+        print(f"{name:<17} {each.perplexity:>11.4f} {change:>+8.2%} {each.same_token:>11.2%} {each.divergence:>11.5f}")
     if config.save:
         figures = {"model_id": config.model or "built-in", "tokens": len(answers), "answers": len(asked)}
         results.save(Path(config.save), figures | {name: asdict(each) for name, each in found.items()})

@@ -15,6 +15,7 @@ from bench.eval import quality
 from bench.eval.evaluate import GOLDEN
 from common import builtin
 from common.checkpoint.files import open_checkpoint
+from common.quantization.export import write_rounded
 from deploy.cli import main as cli
 from tests.reference import Reference
 
@@ -67,11 +68,26 @@ def test_quality_command_prints_and_saves_figures(
     said = capsys.readouterr().out
     assert f"of {ITEMS} answers" in said
     assert figures["float32"]["same_token"] == 1
-    for name in ("int8", "fp8", "fp8 KV", "fp8 and fp8 KV"):
+    for name in ("int8", "int8, exact", "int4", "int4, exact", "fp8", "fp8 KV", "fp8 and fp8 KV"):
         assert 0 < figures[name]["divergence"] < 0.01, name
         change = figures[name]["perplexity"] / figures["float32"]["perplexity"] - 1
         assert f"{change:+.2%}" in next(line for line in said.splitlines() if line.startswith(f"{name} ")), name
+    assert figures["int8, exact"]["divergence"] < figures["int8"]["divergence"], "activations are rounded, too"
+    assert figures["int8"]["divergence"] < figures["int4, exact"]["divergence"]
     assert figures["bfloat16"]["perplexity"] == pytest.approx(figures["float32"]["perplexity"], rel=0.01)
+
+
+def test_integer_products_agree_with_exact_ones(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a quantized checkpoint, ways of computing are compared, not other roundings of the weights."""
+    out, saved = tmp_path / "int4", tmp_path / "quality.json"
+    write_rounded(open_checkpoint(str(builtin.path())), out, 4, 64)
+    assert cli.main(["bench", "quality", str(out), "--golden", str(few), "--save", str(saved)]) == 0
+    figures = json.loads(saved.read_text())
+    assert set(quality.QUANTIZED_WAYS) <= figures.keys() and not {"int8", "int4"} & figures.keys()
+    exact, integer = figures["float32"], figures["integer"]
+    assert integer["same_token"] >= 0.98 and integer["divergence"] > 0
+    assert integer["perplexity"] == pytest.approx(exact["perplexity"], rel=0.005)
+    assert "integer, bfloat16" in capsys.readouterr().out
 
 
 def test_a_model_without_a_chat_template_is_refused(
