@@ -33,8 +33,10 @@ from common.checkpoint.files import open_checkpoint
 from common.config.bench.roofline import BenchRooflineConfig
 from common.core.errors import StartError
 from common.kernels import cpu
-from common.model.linears import Int8Linear, NativeLinear, PackedLinear, gather, native_pays, packing_pays
+from common.model.compact import CompactLinear
+from common.model.linears import NativeLinear, PackedLinear, gather, native_pays, packing_pays
 from common.platform import device
+from common.quantization.weight import quantize
 
 MIB = 1 << 20
 READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -182,16 +184,18 @@ def socket_rate() -> float:
 
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
+INT8_GROUP = 64
+"""Columns of a group of int8 weights, as with ``--quantization int8``."""
 
 
 def ways(dtype: torch.dtype, rows: int, int8: bool = False) -> dict[str, Callable[[torch.Tensor], Layer]]:
     """Return how a linear layer can be computed here: by name, a function that turns a weight into a function of rows.
-    ``int8``: the weight is quantized."""
+    ``int8``: the weight is quantized, in groups of :data:`INT8_GROUP` columns with a scale of 16 bits."""
     if int8:
-        kept: dict[str, Callable[[torch.Tensor], Layer]] = {"torch": lambda weight: Int8Linear(weight, None)}
-        if native_pays(dtype, int8=True):
-            kept["native"] = lambda weight: NativeLinear(weight, None, int8=True)
-        return kept
+        return {
+            "torch": _dequantized_each_time,
+            "native": lambda weight: CompactLinear(quantize(weight, 8, INT8_GROUP), None, dtype, exact=False),
+        }
     found: dict[str, Callable[[torch.Tensor], Layer]] = {"torch": lambda weight: lambda x: functional.linear(x, weight)}
     if packing_pays(dtype, rows):
         found["onednn"] = lambda weight: PackedLinear(weight, None, rows)
@@ -202,10 +206,15 @@ def ways(dtype: torch.dtype, rows: int, int8: bool = False) -> dict[str, Callabl
     return found
 
 
-def weight_bytes(way: str, dtype: torch.dtype, int8: bool = False) -> int:
+def _dequantized_each_time(weight: torch.Tensor) -> Layer:
+    rounded = quantize(weight, 8, INT8_GROUP)
+    return lambda x: functional.linear(x, rounded.dequantize(x.dtype))
+
+
+def weight_bytes(way: str, dtype: torch.dtype, int8: bool = False) -> float:
     """Return the bytes of one weight element if computed in that way with ``dtype``."""
     if int8:
-        return 1
+        return 1 + 2 / INT8_GROUP
     return 2 if way == HALVES else dtype.itemsize
 
 

@@ -130,7 +130,7 @@ class Core:
 
     def _calibration(self, hidden_layers: int, prompts: tuple[int, ...]) -> Calibration:
         """Make a calibration with the sizes of the model and no measurements."""
-        from common.model.linears import weight_bytes
+        from common.model.compact import weight_bytes
 
         weights = {layer.name: layer.outputs * layer.inputs * layer.count for layer in self._layers}
         head = weights.pop("lm_head")

@@ -122,7 +122,7 @@ class CompactLinear(nn.Module):
         assert after is not None
         code = linears.ACTIVATIONS[self.activation] if self.activation else 0
         linear = cpu.Linear(
-            None, None, None, self.in_features, self.out_features, self.out_features, cpu.TYPES[self._type], code, 0,
+            None, None, self.in_features, self.out_features, self.out_features, cpu.TYPES[self._type], code, 0,
             ctypes.addressof(after),
         )  # fmt: skip
         self._kept.append(linear)
@@ -256,6 +256,19 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     if order is not None:
         rounded = torch.empty_like(rounded).index_copy_(1, order, rounded)
     return rounded[:, :columns]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all linear layers' weights as stored, without oneDNN's padding."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, CompactLinear):
+            count += module.nbytes
+        elif isinstance(module, linears.NativeLinear):
+            count += module.packed.nbytes
+        elif isinstance(module, linears.PackedLinear | nn.Linear):
+            count += module.weight.nbytes
+    return count
 
 
 class CompactEmbedding(nn.Module):

@@ -54,7 +54,7 @@ class FusedLayer(nn.Module):
     """One decoder layer in C. ``hidden_states`` [1, T, hidden], float32 or bfloat16, are changed in place and returned;
     ``position_embeddings`` are cosines and sines [1, T, head_dim] in the same dtype."""
 
-    def __init__(self, layer: Any, activation: str, params: Params, int8: bool = False) -> None:
+    def __init__(self, layer: Any, activation: str, params: Params) -> None:
         super().__init__()
         library = cpu.library()
         assert library is not None
@@ -67,10 +67,10 @@ class FusedLayer(nn.Module):
         self.params = params
         self.input_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
-        self.qkv = _joined(projections, None, int8)
-        self.out = _joined([attention.o_proj], None, int8)
-        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], activation, int8)
-        self.down = _joined([mlp.down_proj], None, int8)
+        self.qkv = _joined(projections)
+        self.out = _joined([attention.o_proj])
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], activation)
+        self.down = _joined([mlp.down_proj])
         none = cpu.Norm()
         self.head_norms = [_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         self._rotary = cpu.Rotary(
@@ -109,23 +109,22 @@ class FusedLayer(nn.Module):
         return hidden_states
 
 
-def fuse_layers(model: nn.Module, int8: bool = False) -> int:
+def fuse_layers(model: nn.Module) -> int:
     """Replace the decoder layers, and the norm behind them, where that is faster and a trial gives the same numbers
-    (before rounding to int8, if asked for, and with exact products); return the number of layers replaced."""
+    (with exact products); return the number of layers replaced."""
     decoder: Any = getattr(model, "model", None)
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None:
         return 0
     count = 0
     for index, layer in enumerate(layers):
-        activation = _fits(layer, int8)
+        activation = _fits(layer)
         if activation is None:
             continue
         with _exact_products(layer) as changed:
             fused = _try(layer, activation, rotary)
         if fused is not None:
-            again = int8 or changed
-            layers[index] = fused = FusedLayer(layer, activation, fused.params, int8) if again else fused
+            layers[index] = fused = FusedLayer(layer, activation, fused.params) if changed else fused
             every = fused.qkv, fused.out, fused.gate_up, fused.down
             gather([linear for linear in every if isinstance(linear, NativeLinear)])
             count += 1
@@ -137,7 +136,7 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
 # -- eligibility ------------------------------------------------------------------------------------------------------
 
 
-def _fits(layer: Any, int8: bool) -> str | None:
+def _fits(layer: Any) -> str | None:
     """Return the activation's name if the layer has exactly the expected parts, in a dtype for which our kernels are
     faster; else None."""
     if not has_usual_parts(layer, (nn.Linear, CompactLinear)):
@@ -147,7 +146,7 @@ def _fits(layer: Any, int8: bool) -> str | None:
     groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
     if library is None or attention.q_proj.weight.dtype not in _TOLERANCE:
         return None
-    if not all(_can_join(each, int8) for each in (*groups, (attention.o_proj,), (mlp.down_proj,))):
+    if not all(_can_join(each) for each in (*groups, (attention.o_proj,), (mlp.down_proj,))):
         return None
     if type(mlp.gate_proj) is nn.Linear and mlp.gate_proj.out_features % library.lanes():
         return None
@@ -178,7 +177,7 @@ def _norm(module: Any) -> NativeNorm:
     return NativeNorm(module.weight, module.variance_epsilon)
 
 
-def _can_join(linears: Sequence[Any], int8: bool) -> bool:
+def _can_join(linears: Sequence[Any]) -> bool:
     """Return whether our kernels can compute ``linears`` as one product, and fast: either all are compact, or none."""
     if all(type(linear) is CompactLinear for linear in linears):
         in_c = all(linear.address and linear.activation is None for linear in linears)
@@ -187,7 +186,7 @@ def _can_join(linears: Sequence[Any], int8: bool) -> bool:
     weights = [linear.weight for linear in linears if type(linear) is nn.Linear]
     if len(weights) < len(linears) or any(weight.device.type != "cpu" for weight in weights):
         return False
-    return native_pays(weights[0].dtype, int8) and all(weight.shape[1] % 2 == 0 for weight in weights)
+    return native_pays(weights[0].dtype) and all(weight.shape[1] % 2 == 0 for weight in weights)
 
 
 @contextmanager
@@ -210,12 +209,12 @@ def _exact_products(layer: Any) -> Iterator[bool]:
             setattr(parent, name, child)
 
 
-def _joined(linears: Sequence[Any], activation: str | None, int8: bool) -> NativeLinear | CompactLinear:
+def _joined(linears: Sequence[Any], activation: str | None = None) -> NativeLinear | CompactLinear:
     """Return one layer of all rows of ``linears``; with an ``activation``, of a gate and the values. Compact ones keep
     their weights."""
     if type(linears[0]) is not CompactLinear:
         weights = [linear.weight for linear in linears]
-        return NativeLinear(torch.cat(weights) if len(weights) > 1 else weights[0], _bias(linears), activation, int8)
+        return NativeLinear(torch.cat(weights) if len(weights) > 1 else weights[0], _bias(linears), activation)
     if len(linears) == 1:
         return linears[0]
     parts = [part for linear in linears for part in linear.parts]

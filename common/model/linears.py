@@ -52,15 +52,12 @@ class NativeLinear(nn.Module):
     [..., out_features].
 
     With an ``activation`` the weight [2n, in] stacks a gate's rows on those of the values, and the result has n
-    columns: ``activation(gate) * values``. With ``int8`` the weights are stored as :func:`quantize` rounds them.
-    Float32 weights that bfloat16 represents exactly, as in most checkpoints, are stored as bfloat16, in half of the
-    bytes. Both kinds are multiplied in AMX tiles where the processor has them, a row of float32 as the sum of three of
-    bfloat16.
+    columns: ``activation(gate) * values``. Float32 weights that bfloat16 represents exactly, as in most checkpoints,
+    are stored as bfloat16, in half of the bytes. Both kinds are multiplied in AMX tiles where the processor has them, a
+    row of float32 as the sum of three of bfloat16.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None, int8: bool = False
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
         super().__init__()
         library = cpu.library()
         assert library is not None
@@ -72,19 +69,14 @@ class NativeLinear(nn.Module):
             weight, bias = weight[order], None if bias is None else bias[order]
         padded = -(-columns // lanes) * lanes
         kind, halves = cpu.TYPES[weight.dtype], False
-        self.bias, self.scale = None if bias is None else _padded(bias, padded), None
-        if int8:
-            rounded, scale = quantize(weight)
-            self.packed, self.scale = _room(rounded, padded), _padded(scale, padded)
-            library.pack_bytes(rounded.data_ptr(), columns, self.in_features, kind, self.packed.data_ptr())
-        else:
-            whole = weight.detach().contiguous()
-            if whole.dtype == torch.float32 and torch.equal(half := whole.bfloat16(), whole):
-                whole, halves = half, True
-            self.packed = _room(whole, padded)
-            library.pack(whole.data_ptr(), columns, self.in_features, kind, halves, self.packed.data_ptr())
+        self.bias = None if bias is None else _padded(bias, padded)
+        whole = weight.detach().contiguous()
+        if whole.dtype == torch.float32 and torch.equal(half := whole.bfloat16(), whole):
+            whole, halves = half, True
+        self.packed = _room(whole, padded)
+        library.pack(whole.data_ptr(), columns, self.in_features, kind, halves, self.packed.data_ptr())
         self._linear = cpu.Linear(
-            self.packed.data_ptr(), _pointer(self.bias), _pointer(self.scale), self.in_features, padded,
+            self.packed.data_ptr(), _pointer(self.bias), self.in_features, padded,
             self.out_features, kind, ACTIVATIONS[activation] if activation else 0, halves,
         )  # fmt: skip
         self.address = ctypes.addressof(self._linear)
@@ -132,32 +124,6 @@ def gather(linears: Sequence[NativeLinear]) -> None:
         start += size
 
 
-class Int8Linear(nn.Module):
-    """``x @ weight.T + bias`` in torch, with ``weight`` [out, in] stored as :func:`quantize` rounds it: small but not
-    fast."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.rounded, scale = quantize(weight)
-        self.scale = scale.to(weight.dtype)
-        self.bias = None if bias is None else bias.detach()
-        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., out_features] for ``x`` [..., in_features], in the dtype of ``x``."""
-        out = nn.functional.linear(x, self.rounded.to(x.dtype)) * self.scale
-        return out if self.bias is None else out + self.bias
-
-
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``weight`` [out, in] as int8 [out, in] and a float32 scale per row, [out]: the largest absolute value of a
-    row becomes 127."""
-    whole = weight.detach().float()
-    scale = (whole.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (whole / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
-
-
 def _room(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Return uninitialized memory for ``weight`` [out, in] packed with its ``out`` padded to ``columns``."""
     return torch.empty(columns * weight.shape[1], dtype=weight.dtype)
@@ -179,18 +145,15 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.stride(1) != 1 or x.stride(0) % 2 else x
 
 
-def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
+def native_pays(dtype: torch.dtype) -> bool:
     """Return whether our own linear layers of ``dtype`` are faster on this processor than oneDNN's.
 
     For float32 they are with AVX2 or AVX-512. For bfloat16 they need bfloat16 instructions, and must use AMX tiles
-    where the processor has them. With ``int8`` weights they always are (except for float16, which they do not support):
-    torch's own operator is slow.
+    where the processor has them.
     """
     library = cpu.library()
     if library is None or dtype == torch.float16:
         return False
-    if int8:
-        return True
     if dtype == torch.bfloat16:
         fastest = library.variants[0]
         return fastest == "amx_bf16" or (fastest.startswith("avx512_bf16") and "amx_bf16" not in device.cpu_flags())
@@ -209,42 +172,27 @@ def packing_pays(dtype: torch.dtype, rows: int) -> bool:
     return dtype == torch.float32 and rows > 1
 
 
-def pack_linears(model: nn.Module, rows: int, int8: bool = False) -> int:
-    """Replace every plain linear layer that is faster packed, or every one with ``int8``; return their number. Layers
-    are replaced one by one, and each plain weight is freed at once, to keep the peak of memory low."""
+def pack_linears(model: nn.Module, rows: int) -> int:
+    """Replace every plain linear layer that is faster packed; return their number. Layers are replaced one by one, and
+    each plain weight is freed at once, to keep the peak of memory low."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = linear_weight(child)
-            if weight is not None and (packed := _packed(weight, child.bias, rows, int8)) is not None:  # type: ignore[arg-type]
+            if weight is not None and (packed := _packed(weight, child.bias, rows)) is not None:  # type: ignore[arg-type]
                 setattr(parent, name, packed)
                 del weight, child
                 count += 1
     return count
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all linear layers' weights as stored, without oneDNN's padding."""
-    count = 0
-    for module in model.modules():
-        if isinstance(module, NativeLinear):
-            count += module.packed.nbytes
-        elif isinstance(module, Int8Linear):
-            count += module.rounded.nbytes
-        elif isinstance(module, PackedLinear | nn.Linear):
-            count += module.weight.nbytes
-    return count
-
-
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int, int8: bool) -> nn.Module | None:
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> nn.Module | None:
     if weight.device.type != "cpu":
         return None
-    if native_pays(weight.dtype, int8) and weight.shape[1] % 2 == 0:
-        linear = NativeLinear(weight, bias, int8=int8)
+    if native_pays(weight.dtype) and weight.shape[1] % 2 == 0:
+        linear = NativeLinear(weight, bias)
         gather([linear])
         return linear
-    if int8:
-        return Int8Linear(weight, bias)
     return PackedLinear(weight, bias, rows) if packing_pays(weight.dtype, rows) else None
 
 

@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 11
+INTERFACE = 12
 """``tandem_interface`` of native.c: increased on both sides when the signature or meaning of a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -43,7 +43,7 @@ class Linear(ctypes.Structure):
     """``struct linear``: one packed linear layer."""
 
     _fields_ = (
-        *((name, _P) for name in ("packed", "bias", "scale")),
+        *((name, _P) for name in ("packed", "bias")),
         *((name, _I64) for name in ("in_features", "columns", "out")),
         *((name, _I32) for name in ("type", "activation", "halves")),
         ("groups", _P),
@@ -119,7 +119,6 @@ _SIGNATURES = {
     "tandem_linear": (ctypes.c_int, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
     "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, ctypes.c_int, _P]),
-    "tandem_pack_bytes": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
     "tandem_peaks": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
     "tandem_read": (ctypes.c_uint64, [_P, _I64, ctypes.c_int]),
     "tandem_rotate": (None, [_P, _P, _I64, _P, _P, ctypes.c_int]),
@@ -148,7 +147,6 @@ class Library:
         self.linear = self._library.tandem_linear
         self.norm = self._library.tandem_norm
         self.pack = self._library.tandem_pack
-        self.pack_bytes = self._library.tandem_pack_bytes
         self.peaks = self._library.tandem_peaks
         self.read = self._library.tandem_read
         self.rotate = self._library.tandem_rotate

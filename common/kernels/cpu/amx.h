@@ -241,45 +241,32 @@ INLINE void NAME(split_panel_step)(const float *from, long row, int width, uint3
     }
 }
 
-/* A panel that is converted to words while its first block of rows is multiplied: FLOATS are split into FLOAT_PARTS
- * parts, BYTES (int8) become the bfloat16 that equal them. Tiles of steps go to the ``ring`` places at ``to`` in
- * turn. */
+/* A panel of FLOATS, which is split into FLOAT_PARTS parts while its first block of rows is multiplied. Tiles of steps
+ * go to the ``ring`` places at ``to`` in turn. */
 struct NAME(converted_panel) {
-    const char *from;  /* [2 * steps][columns] of float32, or [steps][columns][2] of int8 */
-    const char *after; /* the next panel, if its first tile is to be converted behind the last of this one; else NULL */
+    const float *from;  /* [2 * steps][columns] */
+    const float *after; /* the next panel, if its first tile is to be converted behind the last of this one; else NULL */
     uint32_t *to;
     long ring, at; /* at: place of the next tile */
     int has_first; /* whether the first tile has been converted */
 };
 
-/* Convert two elements of each column of ``width`` vectors; parts are ``part`` words apart. */
-INLINE void NAME(convert_step)(enum word_format as, const char *from, int width, uint32_t *to, long part)
-{
-    if (as == FLOATS)
-        NAME(split_panel_step)((const float *)from, width * LANES, width, to, part);
-    else {
-        __builtin_prefetch(from + CONVERT_PREFETCH_L1, 0, 3);
-        __builtin_prefetch(from + CONVERT_PREFETCH_L2, 0, 2);
-        NAME(int8_line_to_bf16)(from, width, to);
-    }
-}
-
 /* Convert the ``steps`` steps of one tile. */
-INLINE void NAME(convert_tile)(enum word_format as, const char *from, int width, long steps, uint32_t *to)
+INLINE void NAME(convert_tile)(const float *from, int width, long steps, uint32_t *to)
 {
-    const long row = width * LANES, step = 2 * row * (as == FLOATS ? 4 : 1);
+    const long row = width * LANES;
     for (long s = 0; s < steps; s++)
-        NAME(convert_step)(as, from + s * step, width, to + s * row, AMX_STEPS * row);
+        NAME(split_panel_step)(from + 2 * s * row, row, width, to + s * row, AMX_STEPS * row);
 }
 
 /* amx_micro_kernel for a panel that is converted on the way: each tile is converted while the one before it is
  * multiplied. The caller has converted the first. */
-INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, struct NAME(a_block) rows,
+INLINE void NAME(amx_convert_kernel)(int high, int width, struct NAME(a_block) rows,
                                      struct NAME(converted_panel) *converted, long tiles, float *sums, long sums_row,
                                      int add)
 {
-    const int theirs = as == FLOATS ? FLOAT_PARTS : 1, products = as == FLOATS ? 6 : rows.parts;
-    const long row = width * LANES, tile = theirs * AMX_STEPS * row, step_bytes = 2 * row * (as == FLOATS ? 4 : 1);
+    const int products = FLOAT_PARTS * (FLOAT_PARTS + 1) / 2;
+    const long row = width * LANES, tile = FLOAT_PARTS * AMX_STEPS * row;
     AMX_FENCE();
     NAME(load_c)(high, width, sums, sums_row, add);
     const uint32_t *words = rows.words;
@@ -288,10 +275,10 @@ INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, s
         const uint32_t *here = converted->to + converted->at * tile;
         converted->at = converted->at + 1 < converted->ring ? converted->at + 1 : 0;
         uint32_t *next = converted->to + converted->at * tile;
-        const char *from = t + 1 < tiles ? converted->from + (t + 1) * AMX_STEPS * step_bytes : converted->after;
+        const float *from = t + 1 < tiles ? converted->from + (t + 1) * AMX_STEPS * 2 * row : converted->after;
         int step = 0;
-        UNROLL for (int q = 0; q < theirs; q++)
-            UNROLL for (int p = 0; p < rows.parts - q; p++) {
+        UNROLL for (int q = 0; q < FLOAT_PARTS; q++)
+            UNROLL for (int p = 0; p < FLOAT_PARTS - q; p++) {
                 const uint32_t *left = words + p * rows.part, *right = here + q * AMX_STEPS * row;
                 _tile_loadd(4, left, rows.row * 4);
                 if (high)
@@ -310,7 +297,8 @@ INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, s
                 if (from)
                     UNROLL16 for (int i = 0; i < (AMX_STEPS + products - 1) / products; i++, step++)
                         if (step < AMX_STEPS)
-                            NAME(convert_step)(as, from + step * step_bytes, width, next + step * row, AMX_STEPS * row);
+                            NAME(split_panel_step)(from + 2 * step * row, row, width, next + step * row,
+                                                   AMX_STEPS * row);
             }
     }
     NAME(store_c)(high, width, sums, sums_row);
@@ -318,46 +306,34 @@ INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, s
 }
 
 /* amx_block for the first block of rows that meets such a panel; ``panel`` is where the converted words are stored. */
-INLINE void NAME(amx_first_block)(enum word_format as, struct NAME(tile_config) *now, int count,
-                                  struct NAME(a_block) rows, struct NAME(b_panel) panel,
-                                  struct NAME(converted_panel) *converted, long steps, float *sums, long sums_row,
-                                  int add)
+static __attribute__((noinline)) void NAME(amx_first_block)(struct NAME(tile_config) *now, int count,
+                                                            struct NAME(a_block) rows, struct NAME(b_panel) panel,
+                                                            struct NAME(converted_panel) *converted, long steps,
+                                                            float *sums, long sums_row, int add)
 {
-    const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS, tile = panel.parts * panel.part;
+    rows.parts = panel.parts = FLOAT_PARTS;
+    const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS, tile = FLOAT_PARTS * panel.part;
     AMX_FENCE();
     if (tiles) {
         NAME(configure_tiles)(now, count, AMX_STEPS);
         if (!converted->has_first)
-            NAME(convert_tile)(as, converted->from, panel.width, AMX_STEPS, converted->to + converted->at * tile);
+            NAME(convert_tile)(converted->from, panel.width, AMX_STEPS, converted->to + converted->at * tile);
         if (count > AMX_ROWS && panel.width > 1)
-            NAME(amx_convert_kernel)(as, 1, 2, rows, converted, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(1, 2, rows, converted, tiles, sums, sums_row, add);
         else if (count > AMX_ROWS)
-            NAME(amx_convert_kernel)(as, 1, 1, rows, converted, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(1, 1, rows, converted, tiles, sums, sums_row, add);
         else if (panel.width > 1)
-            NAME(amx_convert_kernel)(as, 0, 2, rows, converted, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(0, 2, rows, converted, tiles, sums, sums_row, add);
         else
-            NAME(amx_convert_kernel)(as, 0, 1, rows, converted, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(0, 1, rows, converted, tiles, sums, sums_row, add);
     }
     if (rest) {
         panel.words = converted->to + converted->at * tile;
         rows.words += tiles * AMX_STEPS;
-        NAME(convert_tile)(as, converted->from + tiles * 2 * panel.part * (as == FLOATS ? 4 : 1), panel.width, rest,
+        NAME(convert_tile)(converted->from + tiles * 2 * panel.part, panel.width, rest,
                            converted->to + converted->at * tile);
         AMX_FENCE();
         NAME(amx_k_tail)(now, count, panel.width, rows, panel, (int)rest, sums, sums_row, add || tiles);
     }
     AMX_FENCE();
 }
-
-#define AMX_FIRST(name, as, each)                                                                                      \
-    static __attribute__((noinline)) void NAME(first_##name)(                                                          \
-        struct NAME(tile_config) *now, int count, struct NAME(a_block) rows, struct NAME(b_panel) panel,               \
-        struct NAME(converted_panel) *converted, long steps, float *sums, long sums_row, int add)                      \
-    {                                                                                                                  \
-        rows.parts = each;                                                                                             \
-        panel.parts = as == FLOATS ? FLOAT_PARTS : 1;                                                                  \
-        NAME(amx_first_block)(as, now, count, rows, panel, converted, steps, sums, sums_row, add);                     \
-    }
-AMX_FIRST(floats, FLOATS, FLOAT_PARTS)
-AMX_FIRST(bytes, BYTES, 1)
-AMX_FIRST(split_bytes, BYTES, FLOAT_PARTS)

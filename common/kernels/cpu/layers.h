@@ -25,24 +25,8 @@ static void NAME(pack_b)(const void *weight, long columns, long in, enum word_fo
     }
 }
 
-/* The same for int8, one for each element of a word. */
-static void NAME(pack_b_int8)(const int8_t *weight, long columns, long in, int pairs, int8_t *to)
-{
-    long each = pairs ? 2 : 1, steps = in / each, padded = ROUND_UP(columns, LANES);
-    long most = HAS_AMX ? AMX_NR : NR;
-    for (long first = 0; first < padded; first += most) {
-        long width = padded - first < most ? padded - first : most;
-        int8_t *panel = to + first * steps * each;
-        for (long c = 0; c < width; c++)
-            for (long s = 0; s < steps; s++)
-                for (long e = 0; e < each; e++)
-                    panel[(s * width + c) * each + e] =
-                        first + c < columns ? weight[(first + c) * in + s * each + e] : 0;
-    }
-}
-
-/* Finish the sums of a tile and write the results. In this order, each where there is one: scale; bias; the activation
- * of each vector times its neighbour (gate and up projection); the addition of ``product->add``. Rows of sums are
+/* Finish the sums of a tile and write the results. In this order, each where there is one: bias; the activation of
+ * each vector times its neighbour (gate and up projection); the addition of ``product->add``. Rows of sums are
  * ``sums_row`` floats apart. */
 INLINE void NAME(epilogue_tile)(const struct linear *linear, const struct product *product, long row, int rows,
                                 long column, int width, const float *sums, long sums_row)
@@ -52,14 +36,10 @@ INLINE void NAME(epilogue_tile)(const struct linear *linear, const struct produc
         for (int v = 0; v < width; v += step) {
             long at = column + v * LANES;
             floats x = *(const floats *)(sums + v * LANES);
-            if (linear->scale)
-                x *= *(const floats *)(linear->scale + at);
             if (linear->bias)
                 x += *(const floats *)(linear->bias + at);
             if (linear->activation) {
                 floats up = *(const floats *)(sums + (v + 1) * LANES);
-                if (linear->scale)
-                    up *= *(const floats *)(linear->scale + at + LANES);
                 if (linear->bias)
                     up += *(const floats *)(linear->bias + at + LANES);
                 x = NAME(apply_activation)(x, linear->activation) * up;
@@ -78,7 +58,7 @@ INLINE void NAME(epilogue_tile)(const struct linear *linear, const struct produc
 }
 
 #if HAS_BF16_DOT
-/* epilogue_tile for two adjacent vectors of bfloat16 results without bias and scale. */
+/* epilogue_tile for two adjacent vectors of bfloat16 results without bias. */
 INLINE void NAME(epilogue_two)(floats x, floats y, const uint16_t *add, uint16_t *to, enum activation activation)
 {
     if (activation) {
@@ -104,7 +84,7 @@ INLINE void NAME(epilogue_pairs)(const struct product *product, long row, int ro
         }
 }
 
-/* epilogue_tile for bfloat16 without bias and scale, where all vectors are whole; results begin at ``column``. */
+/* epilogue_tile for bfloat16 without bias, where all vectors are whole; results begin at ``column``. */
 static __attribute__((noinline)) void NAME(epilogue_plain)(const struct linear *linear, const struct product *product,
                                                            long row, int rows, long column, int width,
                                                            const float *sums, long sums_row)
@@ -140,27 +120,16 @@ struct NAME(epilogue) {
 };
 
 /* The epilogue of row ``r`` of the block: whole vectors of bfloat16 without bias. */
-INLINE void NAME(epilogue_row)(const struct NAME(epilogue) *block, long r, enum activation activation, int add,
-                               int scaled)
+INLINE void NAME(epilogue_row)(const struct NAME(epilogue) *block, long r, enum activation activation, int add)
 {
     long at = r * block->out_row;
     const floats *two = (const floats *)(block->sums + r * block->sums_row);
-    floats x = two[0], y = two[1];
-    if (scaled) {
-        const floats *scale = (const floats *)(block->linear->scale + block->column);
-        x *= scale[0];
-        y *= scale[1];
-    }
     __builtin_prefetch(block->next + at, 1, 3);
-    NAME(epilogue_two)(x, y, add ? block->add + at : NULL, block->to + at, activation);
+    NAME(epilogue_two)(two[0], two[1], add ? block->add + at : NULL, block->to + at, activation);
 }
 
 #define EPILOGUE(name, activation, add)                                                                                \
-    INLINE void NAME(epilogue_##name)(void *block, long r) { NAME(epilogue_row)(block, r, activation, add, 0); }       \
-    INLINE void NAME(epilogue_##name##_scaled)(void *block, long r)                                                    \
-    {                                                                                                                  \
-        NAME(epilogue_row)(block, r, activation, add, 1);                                                              \
-    }
+    INLINE void NAME(epilogue_##name)(void *block, long r) { NAME(epilogue_row)(block, r, activation, add); }
 EPILOGUE(sums, NONE, 0)
 EPILOGUE(added, NONE, 1)
 EPILOGUE(silu, SILU, 0)
@@ -179,13 +148,13 @@ static __thread uint32_t NAME(converted_words)[FLOAT_PARTS * MAX_KC / 2 * AMX_NR
 
 /* Columns [first, last) of the result for all rows; elements of A have ``each`` parts. Each panel is multiplied by all
  * rows, which stay in the second-level cache beside it. Meanwhile the next panel is prefetched into that cache, and
- * ``side_work`` runs the epilogue of the previous block. PAIRS are used in place; other formats are converted to words
- * by the first block of rows, for all the others. */
+ * ``side_work`` runs the epilogue of the previous block. PAIRS are used in place; FLOATS are converted to words by
+ * the first block of rows, for all the others. */
 INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
                               enum word_format as, int each, NAME(side_work) *side_work)
 {
     struct NAME(tile_config) now = {};
-    const long size = as == FLOATS ? 4 : as == PAIRS ? 2 : 1; /* bytes of an element */
+    const long size = as == FLOATS ? 4 : 2; /* bytes of an element */
     long steps = product->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
     long blocks = (product->rows + AMX_MR - 1) / AMX_MR, prefetching = blocks - (as != PAIRS);
     float sums[2][AMX_MR * AMX_NR] __attribute__((aligned(64)));
@@ -202,11 +171,11 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
                                     .parts = as == FLOATS ? FLOAT_PARTS : 1, .part = AMX_STEPS * width};
         panel.lines = prefetching ? (2 * AMX_STEPS * width * size / 64 + prefetching - 1) / prefetching : 0;
         panel.soon = blocks == 1;
-        converted.from = weight;
+        converted.from = (const float *)weight;
         converted.after = NULL;
         if (blocks == 1 && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_NR) /* the next panel has the same
                                                                                      width */
-            converted.after = weight + AMX_NR * linear->in * size;
+            converted.after = converted.from + AMX_NR * linear->in;
         for (long row = 0; row < product->rows; row += AMX_MR, which ^= 1) {
             int rows = product->rows - row < AMX_MR ? (int)(product->rows - row) : AMX_MR;
             long at = row * product->out_row + (linear->activation ? column / 2 : column);
@@ -225,10 +194,8 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
             } else {
                 for (long i = 0; i < parts; i++)
                     side_work(&epilogue, i);
-                (as == FLOATS ? NAME(first_floats)
-                 : each > 1   ? NAME(first_split_bytes)
-                              : NAME(first_bytes))(&now, rows, from, panel, &converted, steps, own, epilogue.sums_row,
-                                                   product->first > 0);
+                NAME(amx_first_block)(&now, rows, from, panel, &converted, steps, own, epilogue.sums_row,
+                                      product->first > 0);
             }
             epilogue.sums = own;
             epilogue.row = row;
@@ -260,12 +227,6 @@ AMX_COLUMNS(gelu, PAIRS, 1, gelu)
 AMX_COLUMNS(any, PAIRS, 1, any)
 AMX_COLUMNS(split, PAIRS, FLOAT_PARTS, any)
 AMX_COLUMNS(floats, FLOATS, FLOAT_PARTS, any)
-AMX_COLUMNS(bytes_sums, BYTES, 1, sums_scaled)
-AMX_COLUMNS(bytes_added, BYTES, 1, added_scaled)
-AMX_COLUMNS(bytes_silu, BYTES, 1, silu_scaled)
-AMX_COLUMNS(bytes_gelu, BYTES, 1, gelu_scaled)
-AMX_COLUMNS(bytes_any, BYTES, 1, any)
-AMX_COLUMNS(bytes_split, BYTES, FLOAT_PARTS, any)
 
 typedef void NAME(columns)(const struct linear *, const struct product *, long, long);
 
@@ -274,19 +235,13 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
 {
     static NAME(columns) *const pairs[] = {NAME(columns_sums), NAME(columns_added), NAME(columns_silu),
                                            NAME(columns_gelu), NAME(columns_any), NAME(columns_split)};
-    static NAME(columns) *const bytes[] = {NAME(columns_bytes_sums), NAME(columns_bytes_added),
-                                           NAME(columns_bytes_silu), NAME(columns_bytes_gelu),
-                                           NAME(columns_bytes_any), NAME(columns_bytes_split)};
     first *= NR;
     long end = last * NR < linear->columns ? last * NR : linear->columns;
-    if (linear->type == FLOAT32 && !linear->halves && !linear->scale) {
+    if (linear->type == FLOAT32 && !linear->halves) {
         NAME(columns_floats)(linear, product, first, end);
         return;
     }
-    /* A result that is scaled and then added may be rounded once or twice, depending on the epilogue: use the same one
-     * for all columns of a layer, however they are split over threads. */
-    long all = linear->scale ? linear->columns : end;
-    int plain = !linear->bias && all / (linear->activation ? 2 : 1) <= linear->out && all % AMX_NR == 0;
+    int plain = !linear->bias && end / (linear->activation ? 2 : 1) <= linear->out && end % AMX_NR == 0;
     int way = 4;
     if (linear->type == FLOAT32)
         way = 5;
@@ -294,7 +249,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         way = product->add ? 1 : 0;
     else if (plain && !product->add)
         way = linear->activation == SILU ? 2 : 3;
-    (linear->scale ? bytes : pairs)[way](linear, product, first, end);
+    pairs[way](linear, product, first, end);
 }
 #else
 /* Prefetch where a tile's results go and what is added to them: ``columns`` results of each of ``rows`` rows, from
@@ -313,99 +268,10 @@ INLINE void NAME(prefetch_c)(const struct linear *linear, const struct product *
     }
 }
 
-#if HAS_BF16_DOT
-/* int8_to_words for pairs, two vectors at a time. */
-static __attribute__((target("avx512vbmi"))) void NAME(int8_lines_to_bf16)(const int8_t *from, long count, uint32_t *to)
-{
-    for (long i = 0; i < count; i += 2 * LANES) {
-        __builtin_prefetch(from + 2 * i + PREFETCH_INT8_BYTES, 0, 2);
-        NAME(int8_line_to_bf16)(from + 2 * i, 2, to + i);
-    }
-}
-#endif
-
-/* Convert int8 to ``count`` words, a multiple of LANES; every int8 is exact in bfloat16. Input further ahead is
- * prefetched line by line: many prefetches at once would stall. */
-static void NAME(int8_to_words)(const int8_t *from, long count, int pairs, uint32_t *to)
-{
-    long i = 0;
-    if (!pairs) {
-        for (; i < count - 63; i += 64) {
-            __builtin_prefetch(from + i + PREFETCH_INT8_BYTES, 0, 2);
-            for (int byte = 0; byte < 64; byte++)
-                to[i + byte] = NAME(float_bits)((float)from[i + byte]);
-        }
-        for (; i < count; i++)
-            to[i] = NAME(float_bits)((float)from[i]);
-        return;
-    }
-#if HAS_BF16_DOT
-    if (__builtin_cpu_supports("avx512vbmi")) {
-        i = count / (2 * LANES) * (2 * LANES);
-        NAME(int8_lines_to_bf16)(from, i, to);
-    }
-#endif
-    for (; i < count; i += LANES) {
-        __builtin_prefetch(from + 2 * i + PREFETCH_INT8_BYTES, 0, 2);
-#if HAS_BF16_DOT
-        __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
-        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-#else
-        for (long lane = i; lane < i + LANES; lane++)
-            to[lane] = NAME(float_bits)((float)from[2 * lane]) >> 16 |
-                       (NAME(float_bits)((float)from[2 * lane + 1]) & 0xFFFF0000u);
-#endif
-    }
-}
-
-/* Multiply one panel of int8 by rows [start, end), at most MC_INT8_TILES tiles unless the product has memory for
- * sums. */
-static void NAME(int8_panel)(const struct linear *linear, const struct product *product, long start, long end,
-                             long panel)
-{
-    int pairs = linear->type == BFLOAT16;
-    long each = pairs ? 2 : 1, steps = product->in / each, stride = product->in_row / each, column = panel * NR;
-    long words_wide = linear->columns - column < NR ? linear->columns - column : NR;
-    const int8_t *weight = (const int8_t *)linear->packed + column * linear->in + words_wide * product->first;
-    const uint32_t *from = product->from;
-    float local[MC_INT8_TILES * MR * NR], *sums = local;
-    long sums_row = NR;
-    if (product->sums) {
-        sums_row = product->sums_row;
-        sums = product->sums + start * sums_row + column - product->sums_first;
-    }
-    uint32_t some[KC_INT8_STEPS * NR];
-    long part = end - start > 3 * MR ? KC_INT8_STEPS : KC_STEPS; /* many rows have more sums to load and store per
-                                                                    slice */
-    for (long done = 0; done < steps; done += part) {
-        long now = steps - done < part ? steps - done : part;
-        const int8_t *here = weight + words_wide * done * each;
-        int add = done || product->first;
-        NAME(int8_to_words)(here, words_wide * now, pairs, some);
-        for (long row = start; row < end; row += MR)
-            NAME(gemm_tile)(end - row < MR ? (int)(end - row) : MR, (int)(words_wide / LANES), pairs,
-                            from + row * stride + done, stride, some, now, sums + (row - start) * sums_row,
-                            sums_row, add ? NAME(keep_all) : NULL, NULL, 0);
-    }
-    if (NAME(is_last_kc)(linear, product))
-        NAME(epilogue_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums,
-                            sums_row);
-}
-
-static void NAME(int8_panels)(const struct linear *linear, const struct product *product, long first, long last)
-{
-    const long run = product->sums ? product->rows : MC_INT8_TILES * MR;
-    for (long start = 0; start < product->rows; start += run)
-        for (long panel = first; panel < last; panel++)
-            NAME(int8_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
-}
-
 /* Columns of panels [first, last) for all rows, which stay in the second-level cache beside a panel. With at most
  * KC_LOOP_TILES row tiles, all of them are multiplied by one slice of the panel before the next slice, which so stays
  * in the first-level cache. The first row tiles prefetch what comes next. */
-static void NAME(word_panels)(const struct linear *linear, const struct product *product, long first, long last)
+static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     enum word_format as = words_of(linear->type, linear->halves);
     long each = as == PAIRS ? 2 : 1, steps = product->in / each, stride = product->in_row / each;
@@ -457,13 +323,6 @@ static void NAME(word_panels)(const struct linear *linear, const struct product 
     }
 }
 
-static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
-{
-    if (linear->scale)
-        NAME(int8_panels)(linear, product, first, last);
-    else
-        NAME(word_panels)(linear, product, first, last);
-}
 #endif
 
 /* -- norm and rotary embeddings ------------------------------------------------------------------------------------ */

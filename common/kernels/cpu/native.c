@@ -30,9 +30,8 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum type { FLOAT32, BFLOAT16, FLOAT16 };
-/* Formats of operands: float32; pairs of bfloat16; float32 stored as the bfloat16 that equals it; one int8 per
- * element. */
-enum word_format { FLOATS, PAIRS, HALVES, BYTES };
+/* Formats of operands: float32; pairs of bfloat16; float32 stored as the bfloat16 that equals it. */
+enum word_format { FLOATS, PAIRS, HALVES };
 
 static enum word_format words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
 
@@ -102,10 +101,7 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 /* -- layers: what Python passes ------------------------------------------------------------------------------------ */
 
 #define KC_STEPS 64 /* steps of a panel that are summed from zero; they stay in L1 while all row tiles meet them */
-#define KC_INT8_STEPS 384              /* the same for int8 panels and many rows, in L2 */
-#define PREFETCH_INT8_BYTES (16 << 10) /* prefetch distance in int8 panels */
-#define MC_INT8_TILES 32               /* row tiles that meet an int8 panel at a time */
-#define A_BLOCK_BYTES (768 << 10)      /* of a block of A, which meets one panel after the other and stays in L2 */
+#define A_BLOCK_BYTES (768 << 10) /* of a block of A, which meets one panel after the other and stays in L2 */
 #define AMX_A_BLOCK_BYTES (1280 << 10) /* the same at most, with AMX */
 
 #define MIN_MC 96        /* rows: a block of A that had fewer whole rows is cut into slices of kc elements */
@@ -118,25 +114,10 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 enum activation { NONE, SILU, GELU_TANH };
 
-/* The bfloat16 of each number from 0 to 127: the lower bytes of all, then the upper bytes of all. */
-static uint8_t bf16_of_byte[2][128] __attribute__((aligned(64)));
-
-static __attribute__((constructor)) void fill_tables(void)
-{
-    for (int i = 0; i < 128; i++) {
-        float x = (float)i;
-        uint32_t bits;
-        memcpy(&bits, &x, 4);
-        bf16_of_byte[0][i] = (uint8_t)(bits >> 16);
-        bf16_of_byte[1][i] = (uint8_t)(bits >> 24);
-    }
-}
-
 struct linear { /* y = x @ weight.T + bias; with an activation, that of every other vector of columns times its
                    neighbour */
-    const void *packed;       /* words, or halves of them; with a scale, one int8 per element */
+    const void *packed;       /* words, or halves of them */
     const float *bias;        /* [columns] or NULL */
-    const float *scale;       /* [columns] or NULL: factor of the int8 of each column */
     int64_t in, columns, out; /* columns: of the weight, rounded up to vectors; out: elements that are written */
     int32_t type, activation;
     int32_t halves; /* whether a float32 weight is packed as the bfloat16 that equals it */
@@ -207,7 +188,6 @@ struct variant {
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*pack_b)(const void *, long, long, enum word_format, void *);
-    void (*pack_b_int8)(const int8_t *, long, long, int, int8_t *);
     void (*linear_panels)(const struct linear *, const struct product *, long, long);
     void (*norm_rows)(const struct norm *, const void *, void *, long, int);
     uint64_t (*read_words)(const uint64_t *, long, long);
@@ -218,8 +198,7 @@ struct variant {
 
 #define VARIANT(text, mr, one_pass_rows, split)                                                                        \
     {text, LANES, NR, TASK_ROWS, mr, one_pass_rows, NAME(attend_rows), NAME(write_rows), NAME(pack_b),                 \
-     NAME(pack_b_int8), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(argmax_rows),  \
-     split}
+     NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(argmax_rows), split}
 
 #define KC_LOOP_TILES 3 /* most row tiles that are all multiplied by one slice of a panel before the next slice */
 #define PREFETCH_TO_L2 0 /* whether the micro-kernel prefetches into L2: Zen 4 allows so few prefetches into L1 at a
@@ -231,7 +210,7 @@ struct variant {
 #define HAS_BF16_DOT 1
 #ifdef AMX
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
 #define HAS_AMX 1
 #define NAME(x) x##_amx_bf16
 #define VARIANT_NAME "amx_bf16"
@@ -354,7 +333,7 @@ static int runs_here(const struct variant *variant)
     int dot = avx512 && __builtin_cpu_supports("avx512bf16");
 #ifdef AMX
     if (variant == &variant_amx_bf16)
-        return dot && __builtin_cpu_supports("avx512vbmi") && request_amx();
+        return dot && request_amx();
 #endif
 #ifndef FAKE_TILES
     if (variant == &variant_avx512_bf16_zen4)
@@ -371,7 +350,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Raised with every change of the interface to Python, so that a library of older sources is not used. */
-EXPORT int tandem_interface(void) { return 11; }
+EXPORT int tandem_interface(void) { return 12; }
 
 /* The name of the ``index``-th variant that runs here, the fastest first; NULL after the last. */
 EXPORT const char *tandem_variant(int index)
@@ -636,12 +615,6 @@ EXPORT int tandem_lanes(void) { return active->lanes; }
 EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
 {
     active->pack_b(weight, columns, in, words_of(type, halves), to);
-}
-
-/* The same for int8 [columns, in]. */
-EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
-{
-    active->pack_b_int8(weight, columns, in, type == BFLOAT16 || active->split_row, to);
 }
 
 /* Panels [first, last) of a product, shared by threads, ``each`` of them per part. */

@@ -172,25 +172,6 @@ INLINE void NAME(store_bf16)(uint16_t *to, floats x)
 #endif
 }
 
-#if HAS_BF16_DOT
-/* Convert int8 elements to ``width`` (1 or 2) vectors of bfloat16 words; every int8 is exact in bfloat16. The table
- * holds the bfloat16 of each absolute value, and the sign comes from the input. */
-INLINE __attribute__((target("avx512vbmi"))) void NAME(int8_line_to_bf16)(const void *from, int width, uint32_t *to)
-{
-    const __m512i *tables = (const __m512i *)bf16_of_byte;
-    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8((char)0x80);
-    __m512i bytes = width > 1 ? _mm512_loadu_si512(from) : _mm512_castsi256_si512(_mm256_loadu_si256(from));
-    bytes = _mm512_permutexvar_epi64(order, bytes);
-    __m512i size = _mm512_abs_epi8(bytes);
-    __m512i low = _mm512_permutex2var_epi8(tables[0], size, tables[1]);
-    __m512i high = _mm512_permutex2var_epi8(tables[2], size, tables[3]);
-    high = _mm512_ternarylogic_epi64(high, bytes, sign, 0xF8); /* high | (bytes & sign) */
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
-    if (width > 1)
-        _mm512_storeu_si512(to + LANES, _mm512_unpackhi_epi8(low, high));
-}
-#endif
-
 /* -- elements of memory, by type ----------------------------------------------------------------------------------- */
 
 INLINE float NAME(load)(const void *from, long at, enum type type)

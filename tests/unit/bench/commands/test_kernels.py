@@ -66,7 +66,7 @@ def test_rates_use_requested_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.flops_per_s == 2 * 4 * (3 * 64 * 32 + 128 * 32) / 0.5
     assert found.bytes_per_s == 2 * (3 * 64 * 32 + 128 * 32) / 0.5
     halved = product([LinearShape("a", 64, 32, 3)], torch.float32, 4, int8=True)
-    assert halved.bytes_per_s == 3 * 64 * 32 / 0.5 and halved.rates(halved.way) == (
+    assert halved.bytes_per_s == 3 * 64 * (32 + 1) / 0.5 and halved.rates(halved.way) == (
         halved.flops_per_s, halved.bytes_per_s
     )  # fmt: skip
     attended = attend(Heads(6, 2, 32), "bfloat16", 3, 100, lambda size: 1e6)

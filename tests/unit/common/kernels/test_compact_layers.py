@@ -78,7 +78,7 @@ def test_layers_of_several_formats_are_fused(
 
 def test_a_layer_with_some_plain_linears(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v are one product, so all of them have to be compact, or none."""
-    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype, int8=False: True)
+    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype: True)
     plain = load_model(open_checkpoint(str(checkpoint("llama"))), "float32")
     model = load(checkpoint("llama"), "float32", True)
     model.model.layers[0].self_attn.o_proj = plain.model.layers[0].self_attn.o_proj

@@ -21,9 +21,11 @@ from common.kernels import cpu
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
 from common.kv.storage.tensors import KvStore
+from common.model.compact import CompactLinear
 from common.model.linears import NativeLinear
 from common.net.sockets import Channels
 from common.platform.core_lease import MAX_CORES, CoreLease
+from common.quantization.weight import quantize
 from common.worker.loop import WorkerSettings
 from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of
@@ -183,7 +185,10 @@ def test_a_linear_layer_is_the_same_with_help(
         torch.set_num_threads(threads)
         weight = torch.randn(1030, inputs)
         weight = weight.bfloat16() if kept == "bfloat16" else weight
-        linear = NativeLinear(weight.to(dtype), torch.randn(1030).to(dtype), int8=kept == "int8")
+        offset = torch.randn(1030).to(dtype)
+        linear: NativeLinear | CompactLinear = NativeLinear(weight.to(dtype), offset)
+        if kept == "int8":
+            linear = CompactLinear(quantize(weight, 8, 64), offset, dtype, exact=False)
         x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, 1030).to(dtype)
 
         def add() -> torch.Tensor:

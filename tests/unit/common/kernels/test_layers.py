@@ -19,7 +19,7 @@ from common.kernels import cpu
 from common.model import linears
 from common.model.compact import CompactLinear
 from common.model.layers import FusedLayer, NativeNorm, fuse_layers
-from common.model.linears import Int8Linear, NativeLinear, PackedLinear, pack_linears, quantize
+from common.model.linears import NativeLinear, PackedLinear, pack_linears
 from common.model.load import load_model
 from common.platform import memory
 
@@ -151,46 +151,7 @@ def test_an_infinite_weight_makes_its_column_infinite_or_no_number(variant: str,
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (75, 96, 130), (230, 150, 130)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[int, int, int], bias: bool) -> None:
-    rows, out, in_features = shape
-    torch.manual_seed(4)
-    weight, x = torch.randn(out, in_features).to(dtype), torch.randn(rows, in_features).to(dtype)
-    weight[0] = 0
-    offset = torch.randn(out).to(dtype) if bias else None
-    rounded, scale = quantize(weight)
-    exact = rounded.double() * scale.double()[:, None]
-    assert (exact - weight.double()).abs().max() <= scale.max() * 0.5001
-    expected = x.double() @ exact.t() + (0 if offset is None else offset.double())
-    linear = NativeLinear(weight, offset, int8=True)
-    assert_near(linear.rows(x), expected)
-    residual = torch.randn(rows, out).to(dtype)
-    total = residual.clone()
-    linear.add_to(total, x)
-    assert_near(total, residual.double() + expected)
-    assert_near(Int8Linear(weight, offset)(x), expected)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("columns", [16, 64, 272, 300])
-def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.dtype, columns: int) -> None:
-    """Bit-exact at every position in a panel: a row with a single 1 selects a column of the weight. Many rows and few
-    rows take different numbers of steps at a time."""
-    inputs = 1026
-    weight = (torch.arange(columns * inputs).view(columns, inputs) % 255 - 127).to(dtype)
-    assert (weight.abs().amax(dim=1) == 127).all(), "so its scale is 1"
-    linear, rows = NativeLinear(weight, None, int8=True), torch.eye(inputs).to(dtype)
-    for first in range(0, inputs, 114):
-        assert torch.equal(linear.rows(rows[first : first + 114]), weight.T[first : first + 114])
-    for first in range(0, inputs, 13):
-        assert torch.equal(linear.rows(rows[first : first + 13]), weight.T[first : first + 13])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
+@pytest.mark.parametrize("kept", ["whole", "bfloat16"])
 @pytest.mark.parametrize("inputs", [322, 4514])
 def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, kept: str, inputs: int) -> None:
     """Long rows are summed in chunks if there are many, and short ones at once, in the same order."""
@@ -198,28 +159,11 @@ def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dty
     weight, x = torch.randn(2 * 48, inputs), torch.randn(80, inputs).to(dtype)
     weight = (weight.bfloat16() if kept == "bfloat16" else weight).to(dtype)
     for activation in (None, "silu"):
-        linear = NativeLinear(weight, None, activation, int8=kept == "int8")
+        linear = NativeLinear(weight, None, activation)
         together = linear.rows(x)
         for rows in (1, 5, 16, 17, 32, 33, 79):
             assert torch.equal(linear.rows(x[:rows]), together[:rows])
             assert torch.equal(linear.rows(x[-rows:]), together[-rows:])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", linears.ACTIVATIONS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(9, 48), (45, 48), (77, 48)], ids=str)
-def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool, shape: tuple[int, int]) -> None:
-    torch.manual_seed(5)
-    rows, columns = shape
-    weight, x = torch.randn(2 * columns, 64).to(dtype), torch.randn(rows, 64).to(dtype)
-    offset = torch.randn(2 * columns).to(dtype) if bias else None
-    rounded, scale = quantize(weight)
-    exact = x.double() @ (rounded.double() * scale.double()[:, None]).t()
-    gate, up = (exact + (0 if offset is None else offset.double())).chunk(2, dim=-1)
-    activation = nn.SiLU() if name == "silu" else nn.GELU("tanh")
-    assert_near(NativeLinear(weight, offset, name, int8=True).rows(x), activation(gate) * up)
 
 
 @pytest.mark.sampled
@@ -232,7 +176,7 @@ def test_two_threads_have_the_bits_of_one(
 ) -> None:
     """Also with a column count that is no multiple of the vector width: one thread computes only whole vectors."""
     torch.manual_seed(7)
-    linear = NativeLinear(torch.randn(columns, inputs).to(dtype), None, int8=True)
+    linear = NativeLinear(torch.randn(columns, inputs).to(dtype), None)
     x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, columns).to(dtype)
     before, totals = torch.get_num_threads(), []
     try:
@@ -247,7 +191,7 @@ def test_two_threads_have_the_bits_of_one(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
+@pytest.mark.parametrize("kept", ["whole", "bfloat16"])
 @pytest.mark.parametrize("shape", [(400, 70, 2048), (33, 90, 4160), (390, 2900, 2112), (70, 48, 20002)], ids=str)
 def test_many_and_long_rows_go_in_runs_and_chunks(
     variant: str, threads: int, dtype: torch.dtype, kept: str, shape: tuple[int, int, int]
@@ -257,20 +201,16 @@ def test_many_and_long_rows_go_in_runs_and_chunks(
     torch.manual_seed(1)
     weight, x, offset = torch.randn(out, inputs), torch.randn(rows, inputs).to(dtype), torch.randn(out).to(dtype)
     weight = weight.bfloat16().float().to(dtype) if kept == "bfloat16" else weight.to(dtype)
-    linear = NativeLinear(weight, offset, int8=kept == "int8")
-    if kept == "int8":
-        rounded, scale = quantize(weight)
-        weight = rounded * scale[:, None]
+    linear = NativeLinear(weight, offset)
     total = torch.ones(rows, out).to(dtype)
     linear.add_to(total, x)
     assert_near(total, x.double() @ weight.double().t() + offset.double() + 1)
 
 
 @pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
-@pytest.mark.parametrize("int8", [False, True])
-def test_gathered_weights_lie_behind_one_another_in_large_pages(int8: bool) -> None:
+def test_gathered_weights_lie_behind_one_another_in_large_pages() -> None:
     torch.manual_seed(3)
-    layers = [NativeLinear(torch.randn(rows, 510), None, int8=int8) for rows in (33, 4096, 2048)]
+    layers = [NativeLinear(torch.randn(rows, 510), None) for rows in (33, 4096, 2048)]
     x = torch.randn(7, 510)
     before = [layer.rows(x) for layer in layers]
     linears.gather(layers)
@@ -315,8 +255,8 @@ def load(path: Path, dtype: str = "float32") -> Any:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use our own layers even if they are not the faster ones on this machine."""
-    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype, int8=False: True)
-    monkeypatch.setattr(linears, "native_pays", lambda dtype, int8=False: True)
+    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype: True)
+    monkeypatch.setattr(linears, "native_pays", lambda dtype: True)
 
 
 @pytest.mark.sampled
