@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from common.platform import memory
 from common.quantization.weight import QuantizedWeight
 
 PANEL = 16
 """Rows of the weight in a panel."""
+_CACHE_LINE = 64
 _COLUMNS = ("scales", "minima", "zeros", "sub_scales", "sub_minima")
 _WHOLE = ("table", "order")
 _STATED = ("bits", "group", "coding", "zero", "span", "most", "source")
@@ -35,10 +37,10 @@ class Panels:
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Panels:
         """Rearrange ``weight``."""
-        tensors = {name: _panels(weight.tensors()[name]) for name in _COLUMNS if name in weight.tensors()}
-        tensors["codes"] = _panels(weight.codes.contiguous().view(torch.int32))
-        tensors |= {name: weight.tensors()[name].contiguous() for name in _WHOLE if name in weight.tensors()}
-        return cls(weight.shape, tensors, {name: getattr(weight, name) for name in _STATED})
+        tensors = {"codes": _panels(weight.codes.contiguous().view(torch.int32))}
+        tensors |= {name: _panels(weight.tensors()[name]) for name in _COLUMNS if name in weight.tensors()}
+        tensors |= {name: weight.tensors()[name] for name in _WHOLE if name in weight.tensors()}
+        return cls(weight.shape, _copied(tensors), {name: getattr(weight, name) for name in _STATED})
 
     def weight(self) -> QuantizedWeight:
         """Undo :meth:`of`."""
@@ -88,13 +90,27 @@ class Panels:
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` [out, n] as [panels, n, 16], filled with zeros behind the last row."""
+    """Return ``rows`` [out, n] as a view [panels, n, 16], filled with zeros behind the last row."""
     out, columns = rows.shape
     if out % PANEL:
         filled = rows.new_zeros(-(-out // PANEL) * PANEL, columns)
         filled[:out] = rows
         rows = filled
-    return rows.view(-1, PANEL, columns).transpose(1, 2).contiguous()
+    return rows.view(-1, PANEL, columns).transpose(1, 2)
+
+
+def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy ``tensors`` to contiguous ones behind one another, in large pages if they fill one."""
+    sizes = {name: -(-tensor.nbytes // _CACHE_LINE) * _CACHE_LINE for name, tensor in tensors.items()}
+    if sum(sizes.values()) < memory.LARGE_PAGE:
+        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    copied: dict[str, torch.Tensor] = {}
+    pages, at = memory.large_pages(sum(sizes.values()))
+    for name, tensor in tensors.items():
+        room = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+        copied[name] = room.view(tensor.shape).copy_(tensor)
+        at += sizes[name]
+    return copied
 
 
 def _rows(panels: torch.Tensor, out: int) -> torch.Tensor:

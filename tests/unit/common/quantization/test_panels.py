@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
+from common.platform import memory
 from common.quantization.panels import Panels
 from common.quantization.weight import QuantizedWeight
 from tests.unit.common.quantization.test_weight import KINDS, random_weight
@@ -49,3 +51,14 @@ def test_rows_of_whole_panels() -> None:
     for first, last in ((8, 32), (16, 40), (16, 16), (0, 64)):
         with pytest.raises(ValueError, match="no whole panels"):
             panels.rows(first, last)
+
+
+def test_a_large_weight_lies_in_large_pages() -> None:
+    weight = random_weight("two levels", 600, 256, 32)
+    panels = Panels.of(weight)
+    assert panels.nbytes > memory.LARGE_PAGE
+    assert_same(panels.weight(), weight)
+    starts = [(tensor.data_ptr(), tensor.nbytes) for tensor in panels.tensors.values()]
+    assert starts[0][0] % memory.LARGE_PAGE == 0
+    for (start, size), (following, _) in pairwise(starts):
+        assert 0 <= following - start - size < 64
