@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from common.checkpoint import context, hub
+from common.checkpoint import context, hub, kv_shape
 from common.checkpoint.convert_tokenizer import readable_text
 from common.checkpoint.end_tokens import EndToken, find_end_tokens
 from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, read_format
@@ -137,19 +137,7 @@ class Checkpoint:
     def kv_layers(self) -> tuple[LayerLayout, ...] | None:
         """Return the KV shape of each layer from the configuration, or None if the configuration does not determine
         it."""
-        config = self.text_config
-        layers = config.get("num_hidden_layers", config.get("n_layer"))
-        heads = config.get("num_attention_heads", config.get("n_head"))
-        hidden = config.get("hidden_size", config.get("n_embd"))
-        if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
-            return None
-        if "kv_lora_rank" in config:
-            nope, rope, value = (config.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-            if not (isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int)):
-                return None
-            return (LayerLayout(heads, nope + rope, value),) * layers
-        dim = config.get("head_dim") or hidden // heads
-        return (LayerLayout(config.get("num_key_value_heads") or heads, dim, dim),) * layers
+        return kv_shape.layers_of(self.text_config)
 
 
 def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -146,6 +147,7 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], left_
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download  # here, since the import takes half a second
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns if a repository has none of the files
     try:
         found = snapshot_download(
             model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(left_out) or None,

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ENV_PREFIX = "TANDEM_"
 _CONFIG_ENV = "TANDEM_CONFIG"
+CACHE_ENV = "TANDEM_CACHE"
+"""Variable with the directory of :func:`common.checkpoint.cache_root.cache_root`, which is no option."""
 GROUPS = (
     "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "client", "chat",
     "evaluation", "load", "workload", "systems", "results", "logs",
@@ -483,7 +485,7 @@ def _find(
 
 def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
     """Yield a warning for each ``TANDEM_*`` variable that is no option."""
-    known = {ENV_PREFIX + name.upper() for name in everything} | {_CONFIG_ENV}
+    known = {ENV_PREFIX + name.upper() for name in everything} | {_CONFIG_ENV, CACHE_ENV}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:
             guess = nearest(name, known)

@@ -155,7 +155,7 @@ def examine(model_type: str, directory: Path) -> Outcome:
 
 def _serve(model_type: str, directory: Path) -> bool:
     """Load the engine, which runs its start-up check, and compare a longer sequence. Return whether layers are fused.
-    Raises StartError if it is refused, AssertionError if its logits are off."""
+    Raises StartError if it is refused, AssertionError if its logits or the shape of its KV are other than expected."""
     import torch
 
     from common.checkpoint.files import open_checkpoint
@@ -166,14 +166,17 @@ def _serve(model_type: str, directory: Path) -> bool:
         path = make_tiny(model_type, directory, {})
     except ImportError:  # a package that Tandem does not bring along: it must say so
         path = make_empty(model_type, directory)
+    checkpoint = open_checkpoint(str(path))
     engine = load_engine(
-        open_checkpoint(str(path)), dtype="float32", num_kv_blocks=100, block_size=16, max_batched_tokens=256,
+        checkpoint, dtype="float32", num_kv_blocks=100, block_size=16, max_batched_tokens=256,
         max_num_seqs=4, batch_hint=16,
     )  # fmt: skip
     try:
         with torch.inference_mode():
             off = _largest_difference(engine, path)
         assert off <= MOST_OFF, f"logits are off by {off:.2g} standard deviations after {TOKENS} tokens"
+        expected = checkpoint.kv_layers()
+        assert expected in (None, engine.layout.layers), f"its configuration says that KV is {expected}"
         notes = [note for note in engine.notes if "layers run as fused kernels" in note]
         return any(int(note.split()[0]) == len(engine.layout.layers) for note in notes)
     finally:

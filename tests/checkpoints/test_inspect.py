@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from safetensors import safe_open
 
+from common.builtin import path
 from common.checkpoint import hub
 from common.checkpoint import preview as previews
 from common.checkpoint.parameters import EXPANDED_BITS, GGUF_BITS
@@ -26,8 +28,8 @@ from common.quantization.gguf_blocks import READERS, size_of, weight_of
 from deploy.launcher.inspection import inspect
 from tests.checkpoints.gguf_maker import gguf_of
 from tests.e2e.system import tandem
-
-MODEL = "owner/name"
+from tests.fakes.hub import MODEL, FakeHub
+from tests.models import make_model
 
 
 class Hub:
@@ -163,6 +165,45 @@ def test_an_unknown_tag(checkpoint: Callable[[str], Path], hub_of: Callable[[Pat
     hub_of(checkpoint("llama"))
     with pytest.raises(StartError, match="no GGUF file named Q4_0"):
         preview(f"{MODEL}:Q4_0")
+
+
+def run(hub: FakeHub, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program with the real client of the hub, which keeps downloads in ``folder``."""
+    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hub"), "TANDEM_CACHE": str(folder / "cache")}
+    clean = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=clean | places, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("wanted", [MODEL, f"{MODEL}:F32"])
+def test_with_the_real_client(wanted: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of weights of 10 MB it fetches the first megabyte, of a GGUF file of 15 MB the first five."""
+    (published := tmp_path / "published").mkdir()
+    if wanted == MODEL:
+        for file in path().glob("*.*"):
+            shutil.copy(file, published)
+    else:
+        large = make_model("llama", tmp_path / "large", vocab_size=60_000)
+        gguf_of(large, published / "tiny-F32.gguf")
+    with FakeHub(published) as hub:
+        done = run(hub, tmp_path, "-m", "deploy.cli", "inspect", wanted, "--json")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    answer, weights = json.loads(done.stdout), next(each for each in published.iterdir() if each.stat().st_size > 5e6)
+    assert answer["served"] and not answer["downloaded"] and answer["file_bytes"] == weights.stat().st_size
+    assert 0 < hub.sent[weights.name] < weights.stat().st_size * 0.6
+
+
+def test_what_is_downloaded_to_be_served(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    published = Path(shutil.copytree(checkpoint("llama"), tmp_path / "published"))
+    for left_out in ("consolidated.safetensors", "model.fp16.safetensors", "adapter_model.safetensors", "x.bin"):
+        shutil.copy(published / "model.safetensors", published / left_out)
+    code = f"from common.checkpoint.files import open_checkpoint; print(len(open_checkpoint({MODEL!r}).weight_files))"
+    with FakeHub(published) as hub:
+        done = run(hub, tmp_path, "-c", code)
+    assert done.stdout == "1\n", done.stderr
+    weights = {name for name in hub.sent if name.endswith((".safetensors", ".bin"))}
+    assert weights == {"model.safetensors"}
+    assert hub.sent["model.safetensors"] == (published / "model.safetensors").stat().st_size
 
 
 def test_the_command_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
