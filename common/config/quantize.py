@@ -22,6 +22,13 @@ class QuantizeConfig:
         one_of("16", "32", "64", "128"),
         "model",
     )
+    symmetric: bool = option(
+        False,
+        "4 bits without zero points, which more programs read, such as transformers, and which are less exact; 8 bits "
+        "never have any",
+        SWITCH,
+        "model",
+    )
     answers: int = option(
         64, "answers of the golden set on which the card's quality is measured; 0: none", count(0, 310), "evaluation"
     )

@@ -40,6 +40,15 @@ class Written:
     after: int = 0
 
 
+@dataclass(frozen=True)
+class _Rounding:
+    """How matrices are rounded, see :func:`common.quantization.weight.quantize`."""
+
+    bits: Literal[4, 8]
+    scales: torch.dtype
+    symmetric: bool
+
+
 def write_rounded(
     checkpoint: Checkpoint,
     out: Path,
@@ -47,13 +56,15 @@ def write_rounded(
     group: int,
     kept: Collection[str] = (),
     progress: Progress = lambda _: None,
+    symmetric: bool = False,
 ) -> Written:
     """Write ``checkpoint`` to the new directory ``out``, with configuration and tokenizer.
 
     Matrices of linear layers are rounded to ``bits`` in groups of ``group`` columns, of fewer where these are no whole
     groups. Embeddings, output layers, routers, matrices whose rows are no whole groups of 16, and the tensors ``kept``
-    stay as they are. Raises StartError if the checkpoint cannot be read,
-    or ``out`` not be written; then nothing is left of it.
+    stay as they are. With 8 bits, or if ``symmetric``, there are no zero points.
+
+    Raises StartError if the checkpoint cannot be read, or ``out`` not be written; then nothing is left of it.
     """
     files, written = TensorFiles(checkpoint.weight_files), Written()
     chosen = _chosen(files, checkpoint, bits, group, kept, written)
@@ -65,8 +76,10 @@ def write_rounded(
     try:
         partial.mkdir(parents=True)
         _copy_texts(checkpoint, partial)
-        _write_config(checkpoint, partial, quantization_config(bits, written.rounded, written.kept))
-        _write_shards(partial, _tensors(files, chosen, bits, scales, written, progress))
+        ignored = written.kept if _has_output(files) else [*written.kept, "lm_head"]  # it has the embedding's weight
+        _write_config(checkpoint, partial, quantization_config(bits, written.rounded, ignored, symmetric))
+        rounds = _Rounding(bits, scales, symmetric)
+        _write_shards(partial, _tensors(files, chosen, rounds, written, progress))
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise StartError(f"cannot write {out}", reason(error), "name another directory") from error
@@ -96,9 +109,12 @@ def _chosen(
     return found
 
 
+def _has_output(files: TensorFiles) -> bool:
+    return any(name.split(".")[-2:-1] in ([part] for part in OUTPUTS) for name in files.names)
+
+
 def _tensors(
-    files: TensorFiles, chosen: Mapping[str, int], bits: Literal[4, 8], scales: torch.dtype, written: Written,
-    progress: Progress,
+    files: TensorFiles, chosen: Mapping[str, int], rounds: _Rounding, written: Written, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """Yield the tensors to write."""
     for name in files.names:
@@ -106,7 +122,7 @@ def _tensors(
         tensors = {name: values}
         if name in chosen:
             try:
-                weight = quantize(values, bits, chosen[name], scales)
+                weight = quantize(values, rounds.bits, chosen[name], rounds.scales, rounds.symmetric)
             except ValueError as error:
                 raise damaged(name, str(error)) from error
             tensors = {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in exported(weight).items()}
@@ -186,15 +202,18 @@ def exported(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
     return found
 
 
-def quantization_config(bits: int, rounded: Mapping[int, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    bits: int, rounded: Mapping[int, Sequence[str]], ignored: Sequence[str], symmetric: bool = False
+) -> dict[str, Any]:
     """Return ``quantization_config`` of a checkpoint with modules ``rounded`` to ``bits``, by the columns of a group.
-    The group of most modules is that of all linear layers; modules in other groups and those ``ignored`` are named."""
+    The group of most modules is that of all linear layers; modules in other groups and those ``ignored`` are named.
+    8 bits are always ``symmetric``, without zero points."""
     usual = max(rounded, key=lambda size: len(rounded[size]))
     groups = {}
     for at, (size, modules) in enumerate(sorted(rounded.items(), key=lambda item: item[0] != usual)):
         weights = {
-            "num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": bits == 8,
-            "dynamic": False, "actorder": None, "observer": "minmax",
+            "num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "dynamic": False,
+            "symmetric": symmetric or bits == 8, "actorder": None, "observer": "minmax",
         }  # fmt: skip
         groups[f"group_{at}"] = {
             "targets": ["Linear"] if size == usual else list(modules), "weights": weights, "input_activations": None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -201,39 +202,57 @@ def make(codes: torch.Tensor, bits: Literal[4, 8], group: int, scales: torch.Ten
 
 
 def quantize(
-    weight: torch.Tensor, bits: Literal[4, 8], group: int = 64, scales: torch.dtype = torch.float16
-) -> QuantizedWeight:
+    weight: torch.Tensor, bits: Literal[4, 8], group: int = 64, scales: torch.dtype = torch.float16,
+    symmetric: bool = False,
+) -> QuantizedWeight:  # fmt: skip
     """Round ``weight`` [out, in] to the nearest codes, in groups of ``group`` columns.
 
-    8 bits: symmetric, zero 128, codes 1 to 255. 4 bits: an integer zero per group. Scales are of type ``scales``,
-    float16 or bfloat16, and are rounded before the codes are chosen. Raises ValueError if a value is not finite or
-    beyond the scales' type.
+    8 bits: symmetric, zero 128, codes 1 to 255. 4 bits: an integer zero per group, or, if ``symmetric``, the zero 8.
+    Scales are of type ``scales``, float16 or bfloat16, and are rounded before the codes are chosen. Raises ValueError
+    if a value is not finite or beyond the scales' type.
     """
     rows = max(1, _CHUNK // max(1, weight.shape[1]))
-    parts = [_quantize(weight[at : at + rows], bits, group, scales) for at in range(0, weight.shape[0], rows)]
+    round_some = partial(_round_symmetric if bits == 8 or symmetric else _round_affine, bits, group, scales)
+    parts = [round_some(weight[at : at + rows]) for at in range(0, weight.shape[0], rows)]
     joined = concatenate(parts)
     assert joined is not None
     return joined
 
 
-def _quantize(weight: torch.Tensor, bits: Literal[4, 8], group: int, dtype: torch.dtype) -> QuantizedWeight:
-    out, columns = weight.shape
-    values = torch.nn.functional.pad(weight.detach().float(), (0, -columns % group)).view(out, -1, group)
-    if bits == 8:
-        scales = _round_up(values.abs().amax(2) / 127, dtype)
-        codes = (values / _divisor(scales)).round_().clamp_(-127, 127) + 128
-        zeros, zero, most = None, 128, 255
-    else:
-        low, high = values.amin(2).clamp_(max=0), values.amax(2).clamp_(min=0)
-        scales = _round_up((high - low) / 15, dtype)
-        zeros = (-low / _divisor(scales)[:, :, 0]).round_().clamp_(0, 15)
-        codes = ((values / _divisor(scales)).round_() + zeros[:, :, None]).clamp_(0, 15)
-        zero, most, zeros = 0, 15, zeros.to(torch.uint8)
+def _round_symmetric(bits: Literal[4, 8], group: int, dtype: torch.dtype, weight: torch.Tensor) -> QuantizedWeight:
+    """The largest magnitude becomes 127, or of 4 bits 7.5, between the codes of -8 and 7."""
+    values = _in_groups(weight, group)
+    zero, largest = (128, 127.0) if bits == 8 else (8, 7.5)
+    scales = _round_up(values.abs().amax(2) / largest, dtype)
+    codes = (values / _divisor(scales)).round_().clamp_(-127 if bits == 8 else -8, zero - 1) + zero
+    return _rounded(weight, bits, group, codes, scales, zero=zero)
+
+
+def _round_affine(bits: Literal[4, 8], group: int, dtype: torch.dtype, weight: torch.Tensor) -> QuantizedWeight:
+    """Smallest and largest value of a group, of which one is 0 at least, become 0 and 15."""
+    values = _in_groups(weight, group)
+    low, high = values.amin(2).clamp_(max=0), values.amax(2).clamp_(min=0)
+    scales = _round_up((high - low) / 15, dtype)
+    zeros = (-low / _divisor(scales)[:, :, 0]).round_().clamp_(0, 15)
+    codes = ((values / _divisor(scales)).round_() + zeros[:, :, None]).clamp_(0, 15)
+    return _rounded(weight, bits, group, codes, scales, zeros=zeros.to(torch.uint8))
+
+
+def _in_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """Return float32 [out, groups, group], padded with zeros."""
+    padded = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % group))
+    return padded.view(weight.shape[0], -1, group)
+
+
+def _rounded(
+    weight: torch.Tensor, bits: Literal[4, 8], group: int, codes: torch.Tensor, scales: torch.Tensor, **zero: Any
+) -> QuantizedWeight:
     if not bool(torch.isfinite(scales).all()):
         raise ValueError("the weight has values that are not finite or too large")
-    flat = codes.to(torch.uint8).view(out, -1)
+    flat = codes.to(torch.uint8).view(weight.shape[0], -1)
     packed = pack_nibbles(flat, group) if bits == 4 else flat
-    return QuantizedWeight((out, columns), bits, group, packed, scales, zero=zero, zeros=zeros, most=most)
+    shape = (weight.shape[0], weight.shape[1])
+    return QuantizedWeight(shape, bits, group, packed, scales, most=(1 << bits) - 1, **zero)
 
 
 def _round_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,7 @@ def run(config: QuantizeConfig) -> int:
         raise StartError(f"cannot quantize {config.model}", why, "serve it as it is, or name the unquantized model")
     bits: Literal[4, 8] = 4 if config.bits == "4" else 8
     kept = not_taken(original, open_rounded(original, bits), config.trust_remote_code)
-    written = write_rounded(original, out, bits, int(config.group), kept, _progress(original))
+    written = write_rounded(original, out, bits, int(config.group), kept, _progress(original), config.symmetric)
     _write_card(out, config, original, written, "Not measured.")
     print(
         f"{sum(map(len, written.rounded.values()))} matrices in {bits} bits, {len(written.kept)} kept: "
@@ -81,7 +81,7 @@ def quality_text(found: Agreement) -> str:
 
 def _write_card(out: Path, config: QuantizeConfig, original: Checkpoint, written: Written, quality: str) -> None:
     """Write README.md."""
-    zeros = "with a zero per group" if config.bits == "4" else "symmetric"
+    zeros = "symmetric" if config.symmetric or config.bits == "8" else "with a zero per group"
     facts = [
         f"- {len(modules)} matrices in {config.bits} bits, {zeros}, in groups of {size} columns"
         for size, modules in sorted(written.rounded.items(), reverse=True)
