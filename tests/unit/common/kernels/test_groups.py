@@ -162,18 +162,26 @@ def test_a_gate_and_values_of_two_formats(variant: str, activation: str, out: in
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_parts_of_several_formats(variant: str, threads: int, exact: bool, rows: int) -> None:
-    """Of which two share packed activations, and one has columns in an order of its own."""
-    weights = [
-        weight_of("two levels", 40, 32),
-        weight_of("two levels", 24, 16),
-        weight_of("two levels", 17, 32, seed=2),
-    ]
+    """Which cannot share packed activations: columns in an order of their own, minima that need sums, other groups."""
+    weights = [weight_of("int4", 40), weight_of("zeros", 24), weight_of("minima", 17), weight_of("two levels", 8, 16)]
     weights[1] = replace(weights[1], order=torch.arange(COLUMNS - 1, -1, -1).int())
-    biases, x = [None, some(24), None], some(rows, COLUMNS)
+    biases, x = [None, some(24), None, None], some(rows, COLUMNS)
     linear = CompactLinear.joined(weights, biases, torch.float32, exact=exact)
     expected = torch.cat([product(weight, x, exact) for weight in weights], 1)
     expected[:, 40:64] += some(24)
-    assert error(linear(x), expected) < 2e-6
+    found = linear(x)
+    for first, last in ((0, 40), (40, 64), (64, 81), (81, 89)):
+        assert error(found[:, first:last], expected[:, first:last]) < 2e-6
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_parts_that_share_packed_activations(variant: str, exact: bool) -> None:
+    """A joined product has the bits of its parts alone."""
+    weights = [weight_of("minima", 40), weight_of("two levels", 33), weight_of("minima", 17, seed=3)]
+    x = some(21, COLUMNS)
+    alone = [CompactLinear(weight, None, torch.float32, exact=exact)(x) for weight in weights]
+    joined = CompactLinear.joined(weights, [None] * 3, torch.float32, exact=exact)
+    assert torch.equal(joined(x), torch.cat(alone, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
