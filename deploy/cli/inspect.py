@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 
-from common.builtin import NAME, path
+from common.builtin import NAME, path, smollm2
 from common.checkpoint.preview import preview
 from common.config.inspect import InspectConfig
 from common.core.errors import StartError
@@ -18,7 +18,9 @@ def run(config: InspectConfig) -> int:
     """Print the answer. Raises StartError if the model cannot be opened or served; with ``--json`` that is an object
     with ``served`` false, and exit code 1."""
     try:
-        found = inspect(preview(config.model or str(path()), config.revision, config.trust_remote_code))
+        found = inspect(
+            preview(smollm2.resolved(config.model) or str(path()), config.revision, config.trust_remote_code)
+        )
     except StartError as error:
         if not config.json:
             raise

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.eval.agreement import Agreement, measure
+from common.builtin import smollm2
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.quantize import QuantizeConfig
 from common.core.errors import StartError
@@ -25,7 +26,7 @@ def run(config: QuantizeConfig) -> int:
     out = Path(config.output).absolute()
     if out.exists():
         raise StartError(f"cannot write {config.output}", "it exists already", "name a new directory, or remove it")
-    original = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+    original = open_checkpoint(smollm2.resolved(config.model), config.revision, config.trust_remote_code)
     if original.format.method:
         why = f"its weights are quantized already, in {original.format.shown}"
         raise StartError(f"cannot quantize {config.model}", why, "serve it as it is, or name the unquantized model")

@@ -1,4 +1,5 @@
-"""The built-in model, which is served if no model is named, and the notice that is printed about it."""
+"""Models that come with packages: the built-in one, which is served if none is named, with a notice about it, and
+smollm2."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from common.builtin import NAME, path
+from common.builtin import NAME, path, smollm2
 from common.config.coordinator import CoordinatorConfig
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
@@ -20,9 +21,13 @@ M = TypeVar("M", UpConfig, CoordinatorConfig, WorkerConfig)
 
 
 def with_model(config: M, environ: Mapping[str, str]) -> tuple[M, str]:
-    """Return ``config`` with the built-in model if it names none, and the notice to print ("" if it names one)."""
+    """Return ``config`` with the built-in model if it names none, and the notice to print ("" if it names one). A model
+    "smollm2" becomes the path of its file. Raises StartError if that is not installed."""
     if config.model:
-        return config, ""
+        file = smollm2.resolved(config.model)
+        if file == config.model:
+            return config, ""
+        return replace(config, model=file, served_model_name=config.served_model_name or smollm2.NAME), ""
     name = config.served_model_name or NAME
     return replace(config, model=str(path()), served_model_name=name), _notice(config, environ)
 
