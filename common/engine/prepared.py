@@ -82,7 +82,9 @@ class PreparedModel:
         if self.formats:
             kept = ", ".join(f"{count} in {name}" for name, count in self.formats.items())
             how = "exact" if self.exact else "integer (activations rounded to 8 bits)"
-            place = "" if cpu.library() is not None and self.where.type == "cpu" else ", in torch, which is slow"
+            in_c = self.where.type == "cpu" and cpu.library() is not None
+            is_fast = in_c or (self.exact and triton.unusable(self.where.type) is None)
+            place = "" if is_fast else ", in torch, which is slow"
             yield f"weights stay quantized: {kept}; products are {how}{place}"
         if self.rounded:
             slow = sum(not each.in_hardware for each in self.rounded)

@@ -38,6 +38,8 @@ def sections() -> tuple[str, str]:
     return served, refused
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_some_types() -> None:
     outcomes = examine_all(list(SAMPLE))
     assert not faults(outcomes)
@@ -46,6 +48,8 @@ def test_some_types() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_all_types_are_as_the_page_says() -> None:
     outcomes = examine_all(list(model_types()))
     assert not faults(outcomes)

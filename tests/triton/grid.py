@@ -13,6 +13,7 @@ from common.attention.triton import TritonAttention
 from common.kernels.e4m3 import lacks_units
 from common.kernels.triton import blocks, decode
 from common.kv.storage.interface import KvStorage
+from tests.triton import groups
 from tests.triton.cases import error_of, grid, sampled
 from tests.triton.float8 import wrongly_read, wrongly_stored
 from tests.triton.interpreter import patch_language_once
@@ -47,7 +48,9 @@ def main() -> int:
         if not (error := error_of(case, make, options.device)) <= 1:
             print(f"{case}: {error:.3g} times the tolerance")
             wrong += 1
-    print(f"{len(cases)} cases, {wrong} wrong")
+    products = groups.cases(sample=True)[share::shares]
+    wrong += groups.wrong_of(products, options.device)
+    print(f"{len(cases) + len(products)} cases, {wrong} wrong")
     return 1 if wrong or not cases else 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -122,6 +123,16 @@ def error_of(case: Case, device: str) -> float:
     return float(((found - expected).abs() / (TOLERANCE[case.dtype] * size)).max())
 
 
+def wrong_of(chosen: Sequence[Case], device: str) -> int:
+    """Return how many cases are wrong, and print them."""
+    wrong = 0
+    for case in chosen:
+        if not (error := error_of(case, device)) <= 1:
+            print(f"{case}: {error:.3g} times the tolerance")
+            wrong += 1
+    return wrong
+
+
 def check_layers(device: str) -> int:
     """Return how many layers do not compute with the kernel what they compute with torch."""
     torch.manual_seed(0)
@@ -148,13 +159,10 @@ def main() -> int:
     torch.set_num_threads(1)
     if options.device == "cpu":
         patch_language_once()
-    chosen, wrong = cases(options.sample), check_layers(options.device)
-    if wrong:
-        print(f"{wrong} layers do not use the kernel, or use it wrongly")
-    for case in chosen:
-        if not (error := error_of(case, options.device)) <= 1:
-            print(f"{case}: {error:.3g} times the tolerance")
-            wrong += 1
+    chosen = cases(options.sample)
+    if layers := check_layers(options.device):
+        print(f"{layers} layers do not use the kernel, or use it wrongly")
+    wrong = layers + wrong_of(chosen, options.device)
     print(f"{len(chosen)} cases, {wrong} wrong")
     return 1 if wrong or not chosen else 0
 
