@@ -31,8 +31,9 @@ def limit(config: Mapping[str, Any]) -> tuple[int, str]:
             continue
         start = own
         if name == "yarn":
-            given = scaling.get("original_max_position_embeddings")
-            start = given if isinstance(given, int) else own
+            names = (scaling, config)  # transformers takes it from either
+            given = (each.get("original_max_position_embeddings") for each in names)
+            start = next((each for each in given if isinstance(each, int)), own)
         elif name not in ("linear", "dynamic") or config.get("model_type") in _ALREADY_SCALED:
             continue
         if start * factor > most:

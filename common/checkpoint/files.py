@@ -181,7 +181,7 @@ def assemble(
     StartError if one cannot be read or served."""
     generation, changed = clamp(read_json(path / "generation_config.json") or {})
     text, converted = readable_text(model, path, _vocab_size(config), trust_remote_code)
-    ends, dropped = find_end_tokens(text, config, generation)
+    ends, dropped = find_end_tokens(text, config, generation, _vocab_size(config))
     kind = read_format(config, model)
     return Checkpoint(
         path=text,
@@ -210,7 +210,7 @@ def open_gguf_checkpoint(model: str, path: Path, revision: str | None, note: str
     targets(found)  # raises StartError if a tensor has no place
     key = key_of("gguf", json.dumps([config, generation]), found.header)
     text = text_directory(key, lambda to: _write_text(to, gguf_tokenizer.text_files(found, config, generation)))
-    ends, dropped = find_end_tokens(text, config, generation)
+    ends, dropped = find_end_tokens(text, config, generation, _vocab_size(config), made_from="GGUF")
     return Checkpoint(
         path=text,
         name=model,
@@ -221,7 +221,7 @@ def open_gguf_checkpoint(model: str, path: Path, revision: str | None, note: str
         fingerprint=_digest(config, [(found.header, file) for file in found.files], revision),
         source=path,
         format=GGUF,
-        end_tokens=tuple(EndToken(end.id, end.text, end.why.replace("generation_config.json", "GGUF")) for end in ends),
+        end_tokens=ends,
         notes=(*([note] if note else []), *dropped),
         sizes=sizes_of_gguf(found.tensors.values()),
     )

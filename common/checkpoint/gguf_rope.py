@@ -49,10 +49,15 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
 def _yarn(model: GgufModel, factor: float, original: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     found["original_max_position_embeddings"] = int(original or model.need("context_length"))
-    names = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    names = {
+        "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+    }  # fmt: skip
     for key, name in names.items():
         if (value := model.get(f"rope.scaling.{key}")) is not None:
             found[name] = float(value)
+    multiplier = float(model.get("rope.scaling.attn_factor", 1.0))
+    if multiplier != 1.0 and factor > 1.0:  # of YaRN's own factor, where transformers' one replaces that
+        found.setdefault("attention_factor", multiplier * (1.0 + 0.1 * math.log(factor)))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from common.checkpoint.end_tokens import SPELLINGS, is_word_or_sign
 from common.checkpoint.gguf import GgufModel
 from common.checkpoint.gguf_words import BEGIN, IGNORE_MERGES, PATTERNS
 from common.core.errors import StartError
@@ -20,6 +21,8 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 _SPACE = "▁"
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 """Control tokens of Phi 3 after which white space stays."""
+_ENDS = ("bos", "eos", "eot", "eom")
+_CONTROL_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 _TEMPLATE_NAME = re.compile(r"[\w-]{1,64}")
 
 
@@ -76,8 +79,18 @@ def _list(model: GgufModel, name: str) -> list[Any]:
 
 
 def _types(model: GgufModel) -> list[int]:
-    tokens, types = _list(model, "tokens"), model.metadata.get(f"{_KEY}token_type")
-    return types if isinstance(types, list) and len(types) == len(tokens) else [NORMAL] * len(tokens)
+    """Return the kind of each token. Tokens that end a turn, and those of a control token's shape, are control tokens
+    whatever the file says: many files of fine-tuned models have them as normal ones, which would be neither one token
+    in a prompt nor an end. llama.cpp corrects the end tokens alike."""
+    tokens, given = _list(model, "tokens"), model.metadata.get(f"{_KEY}token_type")
+    types = list(given) if isinstance(given, list) and len(given) == len(tokens) else [NORMAL] * len(tokens)
+    ends = {model.metadata.get(f"{_KEY}{name}_token_id") for name in _ENDS}
+    for index, token in enumerate(tokens):
+        if types[index] in (NORMAL, USER_DEFINED) and (
+            token in SPELLINGS or (index in ends and not is_word_or_sign(token)) or _CONTROL_SHAPE.fullmatch(token)
+        ):
+            types[index] = CONTROL
+    return types
 
 
 def _pre(model: GgufModel) -> str:

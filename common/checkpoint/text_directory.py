@@ -18,7 +18,7 @@ import xxhash
 
 from common.checkpoint.cache_root import cache_root
 
-VERSION = 1
+VERSION = 2
 """To be raised when other files are generated from the same inputs."""
 KEEP_DAYS = 30
 """Days after its last use when a directory is removed."""

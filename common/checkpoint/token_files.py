@@ -39,13 +39,13 @@ def vocabulary(directory: Path) -> dict[str, int]:
     return {str(piece[0]): at for at, piece in enumerate(pieces) if isinstance(piece, list) and piece}
 
 
-def template_text(directory: Path) -> str:
-    """Return the sources of all chat templates, one after the other."""
+def template_texts(directory: Path) -> list[str]:
+    """Return the sources of all chat templates."""
     files = [directory / "chat_template.jinja", *sorted((directory / "additional_chat_templates").glob("*.jinja"))]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     for name in ("tokenizer_config.json", "chat_template.json"):
         texts += _templates((read_json(directory / name) or {}).get("chat_template"))
-    return "\n".join(texts)
+    return texts
 
 
 def _templates(value: Any) -> Iterator[str]:

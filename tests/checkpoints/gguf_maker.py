@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,18 @@ def as_float32(_: str, values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, An
     return values, None
 
 
-def gguf_of(directory: Path, out: Path, *, encode: Encode = as_float32, shards: int = 1, **metadata: Any) -> Path:
+def gguf_of(
+    directory: Path,
+    out: Path,
+    *,
+    encode: Encode = as_float32,
+    shards: int = 1,
+    without: Collection[str] = (),
+    **metadata: Any,
+) -> Path:
     """Write the checkpoint in ``directory`` to ``out``, in float32 unless ``encode`` says otherwise; return the file,
-    of several shards the first. ``metadata``: further entries, by key with ``__`` in place of dots."""
+    of several shards the first. ``without``: tensors that are left out. ``metadata``: further or other entries, by key
+    with ``__`` in place of dots, None to leave one out."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     options = {"split_max_tensors": 8} if shards > 1 else {}
@@ -38,6 +47,8 @@ def gguf_of(directory: Path, out: Path, *, encode: Encode = as_float32, shards: 
     for key, value in metadata.items():
         _add(writer, key.replace("__", "."), value)
     for name, values in tensors_of(directory, config, architecture):
+        if name in without:
+            continue
         data, kind = encode(name, np.ascontiguousarray(values))
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -49,6 +60,8 @@ def gguf_of(directory: Path, out: Path, *, encode: Encode = as_float32, shards: 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     match value:
+        case None:
+            writer.kv_data[0].pop(key)
         case bool():
             writer.add_bool(key, value)
         case int():

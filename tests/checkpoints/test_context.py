@@ -26,6 +26,7 @@ SCALED = [
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "llama", 131_072),
     ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "llama", 81_920),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "llama", 65_536),
+    ({"rope_scaling": {"type": "yarn", "factor": 16.0}, "original_max_position_embeddings": 4096}, "llama", 65_536),
     ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}, "olmo3", 131_072),
 ]
 NOT_SCALED: list[tuple[dict[str, Any], str]] = [
@@ -36,6 +37,7 @@ NOT_SCALED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "longrope", "factor": 32.0}}, "phi3"),
     ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "gemma3_text"),
     ({"rope_parameters": YARN | {"original_max_position_embeddings": 8192}}, "deepseek_v3"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 8192}, "llama"),
 ]
 
 

@@ -17,9 +17,17 @@ from tests.e2e.spawner import Spawner
 from tests.e2e.system import RunningSystem, TandemProcess
 from tests.models import EOS, SPECIALS, make_model, make_tokenizer
 
-TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "</s>")
+TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "</s>", "[|done|]"),
+    "</think>",
+)
 ID = {text: 256 + at for at, text in enumerate(TOKENS)}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ROLES = "{% for m in messages %}[|{{ m.role }}|]{{ m.content }}[|done|]{% endfor %}"
+BETWEEN = "{% for m in messages %}<|im_start|>{{ m.content }}{% if not loop.last %}[|done|]{% endif %}{% endfor %}"
+PARTS = "{% for m in messages %}{{ m.content[0].text }}</think>[|done|]{% endfor %}"
+BARE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+USER_ONLY = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_exception('no') }}[|done|]{% endfor %}"
 HARMONY = "<|start|>{{ messages }}<|end|><|return|><|call|>"
 WHOLE = {"tokenizer.json": bytes_tokenizer(*TOKENS).to_str()}
 
@@ -70,6 +78,22 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"generation_config.json": eos(ID["<|return|>"]), "chat_template.jinja": HARMONY},
         [("<|return|>", "generation_config.json"), ("<|call|>", "chat template")],
     ),
+    **{
+        f"written after an answer: {name}": (
+            {"config.json": eos(ID["<|endoftext|>"]), "chat_template.jinja": template},
+            [("<|endoftext|>", "config.json"), (text, "chat template")],
+        )
+        for name, template, text in (
+            ("of no known spelling", ROLES, "[|done|]"),
+            ("unless it is the last", BETWEEN, "[|done|]"),
+            ("contents in parts", PARTS, "[|done|]"),
+            ("without eos_token", BARE, "</s>"),
+        )
+    },
+    "a template that refuses answers": (
+        {"config.json": eos(ID["</s>"]), "chat_template.jinja": USER_ONLY},
+        [("</s>", "config.json")],
+    ),
     "no template": ({"generation_config.json": eos(ID["</s>"])}, [("</s>", "generation_config.json")]),
     "a word is none": ({"tokenizer_config.json": {"eos_token": "."}}, []),
 }
@@ -90,6 +114,13 @@ def test_a_token_outside_the_vocabulary_is_dropped_and_said(tmp_path: Path) -> N
     found = open_checkpoint(str(write(tmp_path, WHOLE | {"generation_config.json": eos([VOCAB, ID["</s>"]])})))
     assert found.eos_token_ids == (ID["</s>"],)
     assert any(str(VOCAB) in note and "ignored" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("template", [CHATML, ROLES])
+def test_a_token_of_the_template_outside_the_vocabulary_is_dropped_and_said(template: str, tmp_path: Path) -> None:
+    config = {"vocab_size": ID["<|im_end|>"], **eos(ID["<|endoftext|>"])}
+    found = open_checkpoint(str(write(tmp_path, WHOLE | {"config.json": config, "chat_template.jinja": template})))
+    assert found.eos_token_ids == (ID["<|endoftext|>"],)
 
 
 def test_tokens_are_found_in_a_tokenizer_of_any_layout(tmp_path: Path) -> None:
