@@ -26,8 +26,7 @@ def run(config: InspectConfig) -> int:
             raise
         print(json.dumps({"served": False, "error": error.what, "why": error.why, "do": error.todo}))
         return 1
-    if not config.model:
-        found = replace(found, model=NAME)
+    found = replace(found, model=config.model or NAME)
     if config.json:
         print(json.dumps({"served": True, **asdict(found)}))
         return 0
