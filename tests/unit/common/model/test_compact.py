@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
+from transformers.activations import ACT2FN
+from transformers.integrations import moe
 
 from common.kernels import cpu
 from common.model import compact
 from common.model.compact import CompactEmbedding, CompactLinear, round_activations
+from common.model.compact_experts import CompactExperts
 from common.quantization.panels import Panels
 from common.quantization.weight import QuantizedWeight, concatenate, quantize
 from tests.unit.common.quantization.test_weight import KINDS, random_weight
@@ -135,3 +139,41 @@ def test_tied_layers_share_panels(kernels: str) -> None:
     embedding, linear = CompactEmbedding(weight, torch.float32), CompactLinear(weight, None, torch.float32, exact=True)
     assert linear.parts == [embedding.part]
     assert isinstance(embedding.part, Panels) is (kernels == "C") is bool(linear.address)
+
+
+class Experts(nn.Module):
+    """What a mixture's experts in transformers tell: how the gate is applied."""
+
+    has_bias = False
+    _apply_gate = moe._default_apply_gate
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.act_fn = ACT2FN[activation]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_are_summed_by_their_weights(activation: str, stacked: bool, tokens: int) -> None:
+    """An index beyond the last expert chooses none. The gate of a usual activation is part of its product."""
+    gates, ups = ([random_weight("int4", 32, seed=10 * part + each) for each in range(4)] for part in (1, 2))
+    downs = [random_weight("int8", 256, 1, 32, seed=each) for each in range(4)]
+    dtype, gate_up = torch.float32, []
+    for gate, up in zip(gates, ups, strict=True):
+        whole = concatenate([gate, up])
+        assert whole is not None
+        one = CompactLinear(whole, None, dtype, exact=True)
+        gate_up.append(one if stacked else CompactLinear.joined([gate, up], [None, None], dtype, exact=True))
+    experts = CompactExperts(Experts(activation), gate_up, [CompactLinear(w, None, dtype, exact=True) for w in downs])
+    assert experts.is_gated is (activation != "relu")
+    x, weights = some_rows(tokens, 256) / 100, some_rows(tokens, 2, seed=2)
+    index = torch.tensor([[3, 1], [4, 0], [2, 3]]).repeat(3, 1)[:tokens]
+    expected = torch.zeros(tokens, 256)
+    for row in range(tokens):
+        for which, weight in zip(index[row].tolist(), weights[row], strict=True):
+            if which < 4:
+                first = ACT2FN[activation](gates[which].dequantize() @ x[row]) * (ups[which].dequantize() @ x[row])
+                expected[row] += downs[which].dequantize() @ first * weight
+    assert near(experts(x, index, weights), expected, 1e-5)
+    assert torch.equal(experts(x[:1], torch.tensor([[4, 4]]), weights[:1]), torch.zeros(1, 256))
