@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+from common.checkpoint.values import LENGTHS
+
 _FALLBACK = 2048
 _ALREADY_SCALED = ("gemma3", "gemma3_text")
 """Model types whose ``max_position_embeddings`` includes the factor of their linear scaling."""
@@ -13,7 +14,7 @@ _ALREADY_SCALED = ("gemma3", "gemma3_text")
 
 def made_for(config: Mapping[str, Any]) -> int:
     """Return the model's own context length in tokens. ``config``: that of the language model."""
-    return next((int(config[key]) for key in _LENGTHS if isinstance(config.get(key), int)), _FALLBACK)
+    return next((int(config[key]) for key in LENGTHS if isinstance(config.get(key), int)), _FALLBACK)
 
 
 def limit(config: Mapping[str, Any]) -> tuple[int, str]:

@@ -24,7 +24,8 @@ from common.checkpoint.json_files import read_json
 from common.checkpoint.sizes import Sizes, rounded, sizes_of_gguf, sizes_of_safetensors
 from common.checkpoint.support import architecture_of, refuse_unsupported
 from common.checkpoint.text_directory import key_of, text_directory
-from common.checkpoint.weights import choose_files, read_header
+from common.checkpoint.values import check_config, with_defaults
+from common.checkpoint.weights import adapter_alone, choose_files, read_header
 from common.core.errors import StartError
 from common.kv.layout import ELEMENT_BYTES, KvDtype, LayerLayout
 
@@ -58,11 +59,10 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     sizes: Sizes | None = None
 
-    @property
+    @cached_property
     def text_config(self) -> dict[str, Any]:
-        """The language model's part of the configuration."""
-        nested = self.config.get("text_config")
-        return nested if isinstance(nested, dict) else self.config
+        """The language model's part of the configuration, with the default sizes of its class."""
+        return with_defaults(self.config)
 
     @property
     def architecture(self) -> str:
@@ -76,8 +76,11 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids in the configuration. Raises KeyError if it names none."""
-        return int(self.text_config["vocab_size"])
+        """Number of token ids in the configuration. Raises StartError if neither it nor its class names one."""
+        if (size := self.text_config.get("vocab_size")) is None:
+            todo = "add the number of rows of the embedding to config.json"
+            raise StartError(f"cannot serve {self.name}", "its configuration has no vocab_size", todo)
+        return int(size)
 
     @property
     def max_position(self) -> int:
@@ -142,7 +145,7 @@ class Checkpoint:
 
 def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
     """Open the checkpoint in a local directory or of a hub id; raises StartError if it cannot be read or served."""
-    path = Path(model).expanduser()
+    path = hub.local_path(model)
     if not path.is_dir():
         if path.is_file() and path.suffix.lower() == ".gguf":
             return open_gguf_checkpoint(model, path, revision)
@@ -202,12 +205,15 @@ def assemble(
 def open_gguf_checkpoint(model: str, path: Path, revision: str | None, note: str = "") -> Checkpoint:
     """Open the model in a GGUF file, or in all shards of which ``path`` is one."""
     from common.checkpoint import gguf, gguf_config, gguf_tokenizer  # here, since they import numpy and tokenizers
+    from common.checkpoint.gguf_check import check_tensors
     from common.checkpoint.gguf_names import targets
 
     found = gguf.open_gguf(gguf.shards_of(path))
     config, generation = gguf_config.config_of(found), gguf_config.generation_of(found)
+    check_config(model, config)
     refuse_unsupported(model, config)
     targets(found)  # raises StartError if a tensor has no place
+    check_tensors(found, config)
     key = key_of("gguf", json.dumps([config, generation]), found.header)
     text = text_directory(key, lambda to: _write_text(to, gguf_tokenizer.text_files(found, config, generation)))
     ends, dropped = find_end_tokens(text, config, generation, _vocab_size(config), made_from="GGUF")
@@ -234,15 +240,18 @@ def _write_text(directory: Path, files: Mapping[str, str]) -> None:
 
 
 def _vocab_size(config: dict[str, Any]) -> int | None:
-    nested = config.get("text_config")
-    size = (nested if isinstance(nested, dict) else config).get("vocab_size")
+    size = with_defaults(config).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def read_config(model: str, path: Path) -> dict[str, Any]:
-    """Return the content of config.json in the directory ``path``. Raises StartError if there is none."""
+    """Return the content of config.json in the directory ``path``. Raises StartError if there is none, or if its sizes
+    are no sizes."""
     if (config := read_json(path / "config.json")) is not None:
+        check_config(model, config)
         return config
+    if (adapter := adapter_alone(model, path)) is not None:
+        raise adapter
     todo = "give the directory of a transformers checkpoint"
     raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
 

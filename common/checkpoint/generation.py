@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from common.checkpoint.values import shown
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -26,11 +27,13 @@ def clamp(generation_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[s
         value = settings.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             del settings[name]
-            notes.append(f"generation_config.json: {name} {value!r} is no number, ignored")
+            notes.append(f"generation_config.json: {name} {shown(value)} is no number, ignored")
         elif not least <= value <= most:
             settings[name] = min(max(value, least), most)
             if value != _OFF.get(name):
-                notes.append(f"generation_config.json: {name} {value} is out of range, {settings[name]:g} is used")
+                notes.append(
+                    f"generation_config.json: {name} {shown(value)} is out of range, {settings[name]:g} is used"
+                )
     return settings, tuple(notes)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.gguf_reader import GGUFReader, ReaderField
 
+from common.checkpoint.values import check_count, check_number
 from common.core.errors import StartError
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -63,6 +64,19 @@ class GgufModel:
         if value is None:
             raise StartError(f"cannot read {self.files[0]}", f"it has no {self.architecture}.{key}", _DAMAGED)
         return value
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number of at least ``least``. Raises StartError if it is none, or absent without
+        ``default``."""
+        value = self.need(key) if default is None else self.get(key)
+        check_count(str(self.files[0]), f"{self.architecture}.{key}", value, least)
+        return int(default or 0) if value is None else int(value)
+
+    def number(self, key: str, default: float) -> float:
+        """Return a finite number. Raises StartError if it is none."""
+        value = self.get(key)
+        check_number(str(self.files[0]), f"{self.architecture}.{key}", value)
+        return default if value is None else float(value)
 
     @property
     def name(self) -> str:
@@ -167,8 +181,14 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
     for at, path in enumerate(paths):
         file = open_gguf_file(path)
         values = file.values()
-        if int(values.get("split.count") or 1) != len(paths) or int(values.get("split.no") or 0) != at:
-            raise _damaged(path, f"it is shard {values.get('split.no', 0)} of {values.get('split.count', 1)}")
+        check_count(str(path), "split.count", values.get("split.count"), 0)
+        check_count(str(path), "split.no", values.get("split.no"), 0)
+        number, count = int(values.get("split.no") or 0), int(values.get("split.count") or 1)
+        if count > 1 and len(paths) == 1:
+            why = f"its name is not that of shard {number + 1} of {count}"
+            raise StartError(f"cannot open {path}", why, f"name the shards x-00001-of-{count:05d}.gguf and so on")
+        if count != len(paths) or number != at:
+            raise _damaged(path, f"it is shard {number} of {count}")
         metadata = metadata or values
         for tensor in file.table:
             if tensors.setdefault(tensor.name, tensor) is not tensor:
@@ -178,6 +198,9 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
     if isinstance(wanted, int) and wanted != len(tensors):
         raise _damaged(paths[0], f"its shards have {len(tensors)} tensors of {wanted}")
     architecture = metadata.get("general.architecture")
+    if metadata.get("general.type") == "adapter" or "adapter.type" in metadata:
+        todo = "merge it into its base model, and serve that"
+        raise StartError(f"cannot serve {paths[0]}", "it is an adapter (LoRA), without the weights of its model", todo)
     if not isinstance(architecture, str) or not tensors:
         raise _damaged(paths[0], "it names no architecture" if tensors else "it has no tensors")
     return GgufModel(architecture, metadata, tensors, tuple(paths), b"".join(headers))

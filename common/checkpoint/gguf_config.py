@@ -13,6 +13,7 @@ from typing import Any
 from common.checkpoint.gguf import GgufModel
 from common.checkpoint.gguf_rope import rope_parameters
 from common.checkpoint.support import causal_models
+from common.checkpoint.values import check_count
 from common.core.errors import StartError
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -41,25 +42,25 @@ def config_of(model: GgufModel) -> dict[str, Any]:
     """Return the content of config.json. Raises StartError if the architecture is not served, or the file lacks a
     value."""
     architecture = architecture_of(model)
-    heads, hidden = uniform(model, "attention.head_count"), int(model.need("embedding_length"))
-    head_dim = int(model.get("attention.key_length") or hidden // heads)
+    heads, hidden = uniform(model, "attention.head_count"), model.count("embedding_length")
+    head_dim = model.count("attention.key_length", 0, least=0) or hidden // heads
     common: dict[str, Any] = {
         "vocab_size": _embedding_rows(model),
         "hidden_size": hidden,
-        "num_hidden_layers": int(model.need("block_count")),
+        "num_hidden_layers": model.count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": uniform(model, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": int(model.need("context_length")),
+        "max_position_embeddings": model.count("context_length"),
         "rope_parameters": rope_parameters(model, head_dim),
         "tie_word_embeddings": OUTPUT not in model.tensors,
         "dtype": _dtype(model),
     }
-    if (width := model.get("feed_forward_length")) is not None:
-        common["intermediate_size"] = width if isinstance(width, int) else uniform(model, "feed_forward_length")
+    if model.get("feed_forward_length"):
+        common["intermediate_size"] = uniform(model, "feed_forward_length")
     for name, key in (("rms_norm_eps", "layer_norm_rms_epsilon"), ("layer_norm_eps", "layer_norm_epsilon")):
-        if (value := model.get(f"attention.{key}")) is not None:
-            common[name] = float(value)
+        if model.get(f"attention.{key}") is not None:
+            common[name] = model.number(f"attention.{key}", 0.0)
     for name in ("bos", "eos", "padding"):
         if isinstance(value := model.metadata.get(f"tokenizer.ggml.{name}_token_id"), int):
             common[f"{name.replace('padding', 'pad')}_token_id"] = value
@@ -92,6 +93,7 @@ def architecture_of(model: GgufModel) -> Architecture:
 def uniform(model: GgufModel, key: str, default: int | None = None) -> int:
     """Return a number that may be given per layer. Raises StartError if it differs between layers."""
     value = model.need(key) if default is None else model.get(key, default)
+    check_count(str(model.files[0]), f"{model.architecture}.{key}", value, per_layer=True)
     if not isinstance(value, list):
         return int(value)
     if len(set(value)) != 1:
@@ -116,9 +118,9 @@ def _dtype(model: GgufModel) -> str:
 
 
 def _llama(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
-    if model.get("expert_count"):
-        return {"model_type": "mixtral", "num_local_experts": int(model.get("expert_count")),
-                "num_experts_per_tok": int(model.need("expert_used_count"))}  # fmt: skip
+    if model.count("expert_count", 0, least=0):
+        return {"model_type": "mixtral", "num_local_experts": model.count("expert_count"),
+                "num_experts_per_tok": model.count("expert_used_count")}  # fmt: skip
     return {"hidden_act": "silu"} | _biases(model)
 
 
@@ -136,18 +138,18 @@ def _qwen3(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(model: GgufModel) -> dict[str, Any]:
     return {
-        "num_experts": int(model.need("expert_count")),
-        "num_experts_per_tok": int(model.need("expert_used_count")),
-        "moe_intermediate_size": int(model.need("expert_feed_forward_length")),
+        "num_experts": model.count("expert_count"),
+        "num_experts_per_tok": model.count("expert_used_count"),
+        "moe_intermediate_size": model.count("expert_feed_forward_length"),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
 def _qwen2_moe(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
-    shared = model.get("expert_shared_feed_forward_length") or _rows(model, "blk.0.ffn_up_shexp.weight")
+    shared = model.count("expert_shared_feed_forward_length", 0, least=0) or _rows(model, "blk.0.ffn_up_shexp.weight")
     return _qwen2(model, common) | _experts(model) | {
-        "shared_expert_intermediate_size": int(shared), "norm_topk_prob": bool(model.get("expert_weights_norm", False)),
+        "shared_expert_intermediate_size": shared, "norm_topk_prob": bool(model.get("expert_weights_norm", False)),
     }  # fmt: skip
 
 
@@ -168,7 +170,7 @@ def _alternating(model: GgufModel, common: dict[str, Any], every: int) -> dict[s
     """Return the window of a model in which each ``every``-th layer has none."""
     layers = range(1, common["num_hidden_layers"] + 1)
     return {
-        "sliding_window": int(model.need("attention.sliding_window")),
+        "sliding_window": model.count("attention.sliding_window"),
         "layer_types": ["sliding_attention" if at % every else "full_attention" for at in layers],
     }
 
@@ -177,8 +179,8 @@ def _gemma2(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
     per_head = common["num_hidden_layers"] == 46  # 27B
     scalar = common["hidden_size"] // common["num_attention_heads"] if per_head else common["head_dim"]
     return _gemma(model, common) | _alternating(model, common, 2) | {
-        "attn_logit_softcapping": float(model.get("attn_logit_softcapping", 50.0)),
-        "final_logit_softcapping": float(model.get("final_logit_softcapping", 30.0)),
+        "attn_logit_softcapping": model.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": model.number("final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": scalar,
     }  # fmt: skip
 
@@ -186,11 +188,11 @@ def _gemma2(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
 def _gemma3(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
     per_head = common["num_hidden_layers"] == 62  # 27B
     scalar = common["hidden_size"] // common["num_attention_heads"] if per_head else common["head_dim"]
-    base = float(model.get("rope.freq_base", 1_000_000.0))
-    local = float(model.get("rope.freq_base_swa", 10_000.0))
+    base = model.number("rope.freq_base", 1_000_000.0)
+    local = model.number("rope.freq_base_swa", 10_000.0)
     return _gemma(model, common) | _alternating(model, common, 6) | {
         "query_pre_attn_scalar": scalar,
-        "final_logit_softcapping": model.get("final_logit_softcapping"),
+        "final_logit_softcapping": model.number("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
             "full_attention": common["rope_parameters"] | {"rope_theta": base},
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -200,7 +202,7 @@ def _gemma3(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
     rope = common["rope_parameters"]
-    fields: dict[str, Any] = {"sliding_window": model.get("attention.sliding_window") or None}
+    fields: dict[str, Any] = {"sliding_window": model.count("attention.sliding_window", 0, least=0) or None}
     if "partial_rotary_factor" in rope:
         fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if original := rope.get("original_max_position_embeddings"):
@@ -209,12 +211,12 @@ def _phi3(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
-    width = model.get("expert_feed_forward_length") or common.get("intermediate_size")
+    width = model.count("expert_feed_forward_length", 0, least=0) or common.get("intermediate_size")
     rope = common["rope_parameters"]
     return _alternating(model, common, 2) | {
-        "num_local_experts": int(model.need("expert_count")),
-        "num_experts_per_tok": int(model.need("expert_used_count")),
-        "intermediate_size": int(width or model.need("expert_feed_forward_length")),
+        "num_local_experts": model.count("expert_count"),
+        "num_experts_per_tok": model.count("expert_used_count"),
+        "intermediate_size": width or model.count("expert_feed_forward_length"),
         "attention_bias": True,
         "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }
@@ -225,7 +227,7 @@ def _granite(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
         "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     }  # fmt: skip
-    return _llama(model, common) | {name: float(model.get(key, 1.0)) for key, name in names.items()}
+    return _llama(model, common) | {name: model.number(key, 1.0) for key, name in names.items()}
 
 
 def _plain(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
@@ -237,13 +239,13 @@ def _starcoder2(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
         "norm_epsilon": common["layer_norm_eps"],
         "use_bias": "blk.0.attn_q.bias" in model.tensors,
         "hidden_act": "gelu_pytorch_tanh",
-        "sliding_window": model.get("attention.sliding_window"),
+        "sliding_window": model.count("attention.sliding_window", 0, least=0) or None,
     }
 
 
 def _cohere(model: GgufModel, common: dict[str, Any]) -> dict[str, Any]:
     return {
-        "logit_scale": float(model.get("logit_scale", 1.0)),
+        "logit_scale": model.number("logit_scale", 1.0),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
     }

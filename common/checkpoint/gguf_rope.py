@@ -19,13 +19,13 @@ _TOLERANCE = 1e-3
 
 def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     """Return ``rope_parameters``. Raises StartError if the file scales in a way that transformers does not have."""
-    base = float(model.get("rope.freq_base", 10_000.0))
+    base = model.number("rope.freq_base", 10_000.0)
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    rotated = int(model.get("rope.dimension_count") or head_dim)
+    rotated = model.count("rope.dimension_count", 0, least=0) or head_dim
     if rotated != head_dim:
         found["partial_rotary_factor"] = rotated / head_dim
-    original = model.get("rope.scaling.original_context_length")
-    kind, factor = model.get("rope.scaling.type", "none"), float(model.get("rope.scaling.factor") or 1.0)
+    original = model.count("rope.scaling.original_context_length", 0, least=0)
+    kind, factor = model.get("rope.scaling.type", "none"), model.number("rope.scaling.factor", 1.0) or 1.0
     if tensor := _first(model, LLAMA3):
         return found | _llama3(model, _floats(tensor), base, rotated)
     if long := _first(model, LONG):
@@ -34,7 +34,7 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
             "rope_type": "longrope",
             "long_factor": _floats(long).tolist(),
             "short_factor": _floats(short).tolist(),
-            "original_max_position_embeddings": int(original or model.need("context_length")),
+            "original_max_position_embeddings": original or model.count("context_length"),
         }
     match kind:
         case "none":
@@ -46,16 +46,16 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     raise StartError(f"cannot serve {model.files[0]}", f"its rope scaling {kind} is not known", "use another file")
 
 
-def _yarn(model: GgufModel, factor: float, original: int | None) -> dict[str, Any]:
+def _yarn(model: GgufModel, factor: float, original: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    found["original_max_position_embeddings"] = int(original or model.need("context_length"))
+    found["original_max_position_embeddings"] = original or model.count("context_length")
     names = {
         "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
     }  # fmt: skip
     for key, name in names.items():
-        if (value := model.get(f"rope.scaling.{key}")) is not None:
-            found[name] = float(value)
-    multiplier = float(model.get("rope.scaling.attn_factor", 1.0))
+        if model.get(f"rope.scaling.{key}") is not None:
+            found[name] = model.number(f"rope.scaling.{key}", 0.0)
+    multiplier = model.number("rope.scaling.attn_factor", 1.0)
     if multiplier != 1.0 and factor > 1.0:  # of YaRN's own factor, where transformers' one replaces that
         found.setdefault("attention_factor", multiplier * (1.0 + 0.1 * math.log(factor)))
     return found
@@ -68,8 +68,8 @@ def _llama3(model: GgufModel, factors: np.ndarray[Any, Any], base: float, rotate
     factor = float(factors.max())
     if len(factors) == len(frequencies) and math.isclose(factor, 1.0, abs_tol=_TOLERANCE):
         return {}
-    given = model.get("rope.scaling.original_context_length")
-    for length in (*([int(given)] if given else []), *_LLAMA3_LENGTHS):
+    given = model.count("rope.scaling.original_context_length", 0, least=0)
+    for length in (*([given] if given else []), *_LLAMA3_LENGTHS):
         for low, high in _LLAMA3_BANDS:
             smooth = np.clip((length * frequencies / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
             expected = 1 / ((1 - smooth) / factor + smooth)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.checkpoint.weights import ADAPTER, IGNORED, INDEX, indexed_files
-from common.core.errors import StartError
+from common.core.errors import StartError, reason
 
 FIRST = ("config.json", INDEX, ADAPTER)
 """Small files that tell whether the weights are worth a download, and which."""
@@ -30,6 +30,17 @@ _PREFERRED = (
 """Types of GGUF files with at least 4 bits, the preferred one first."""
 TIMEOUT_S = 4.0
 """Timeout of the hub's answer about one file, in seconds; downloads themselves have none."""
+
+
+def local_path(model: str) -> Path:
+    """Return ``model`` as a path of this machine. Raises StartError if it cannot be one nor the id of a repository."""
+    path = Path(model).expanduser()
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:  # too long, or with a null character
+        todo = "check the path, or give a hub id (owner/name)"
+        raise StartError(f"cannot open {model[:100]}…", reason(error), todo) from error
+    return path
 
 
 def check_id(model: str, path: Path) -> None:
@@ -159,9 +170,9 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], left_
 
 
 def _unreachable(model: str, error: Exception) -> StartError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return StartError(
         f"cannot open {model}",
-        f"there is no such directory, and the download from the hub failed: {reason[:200]}",
+        f"there is no such directory, and the download from the hub failed: {said[:200]}",
         "check the path or the hub id, the network, and HF_TOKEN for gated models",
     )

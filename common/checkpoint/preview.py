@@ -56,7 +56,7 @@ class Preview:
 def preview(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Preview:
     """Open the checkpoint in a local directory, in a GGUF file or of a hub id as
     :func:`common.checkpoint.files.open_checkpoint` does, without downloading weights. Raises StartError alike."""
-    path = Path(model).expanduser()
+    path = hub.local_path(model)
     if path.is_dir() or path.suffix.lower() == ".gguf":
         return _local(open_checkpoint(model, revision, trust_remote_code))
     name, tag = hub.split_tag(model)

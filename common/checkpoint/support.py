@@ -4,16 +4,19 @@ downloaded."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from common.checkpoint.formats import read_format
 from common.checkpoint.refused_types import REFUSED_TYPES, STATE
+from common.checkpoint.transformers_source import module_of, source
 from common.core.errors import StartError
 
+_SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
+_IMAGES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
+_OLD_NAMES = {"RefinedWeb": "falcon", "RefinedWebModel": "falcon"}
+"""Model types of checkpoints that are older than the code in transformers."""
 _DECODERS = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
 
 
@@ -35,7 +38,8 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
     name, why, todo = architecture or kind, None, _DECODERS
     classes = causal_models()
     known = classes is None or any(architecture in each for each in classes.values())
-    if config.get("is_encoder_decoder"):
+    own_code = trust_remote_code and "auto_map" in config
+    if config.get("is_encoder_decoder") or (not known and not own_code and _is_listed(architecture, _SEQ_TO_SEQ)):
         why = f"{name} is an encoder-decoder model"
     elif kind in REFUSED_TYPES:
         why = f"{name} {REFUSED_TYPES[kind]}"
@@ -43,23 +47,33 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
         why = f"{name} {STATE}"
     elif (config.get("text_config") or config).get("attention_chunk_size"):
         why = f"{name} attends in chunks"
+    elif not own_code and _attends_by_itself(_OLD_NAMES.get(kind, kind)):
+        why = f"transformers' code of {name} has an attention function of its own, which cannot use paged KV"
+    elif not trust_remote_code and not known and _is_listed(architecture, _IMAGES):
+        why, todo = f"{name} reads images, which is not served yet", "choose the text-only model of its family"
     elif not trust_remote_code and not known and "auto_map" in config:
         why = f"{name} needs Python code that comes with the checkpoint"
         todo = "give --trust-remote-code if you trust this code: it will run on this machine"
     elif not trust_remote_code and not known:
         why = f"{name or 'its architecture'} is not a decoder-only language model in transformers"
-    elif not (trust_remote_code and "auto_map" in config) and _attends_by_itself(kind):
-        why = f"transformers' code of {name} has an attention function of its own, which cannot use paged KV"
     if why:
         raise StartError(f"cannot serve {model}", why, todo)
 
 
-@functools.cache
 def causal_models() -> dict[str, tuple[str, ...]] | None:
     """Return the classes of transformers' causal language models by model type. Searches its source, because importing
     it is slow; None if the source is not as expected."""
-    text = _source("auto", "modeling_auto.py")
-    _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    return _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+def _is_listed(architecture: str, tables: tuple[str, ...]) -> bool:
+    return any(architecture in names for table in tables for names in (_classes(table) or {}).values())
+
+
+@functools.cache
+def _classes(table: str) -> dict[str, tuple[str, ...]] | None:
+    """Return the classes by model type in a table of transformers' automatic classes."""
+    _, found, rest = source("auto", "modeling_auto.py").partition(f"\n{table} = ")
     if not found:
         return None
     entries = re.findall(r'\(\s*"([\w-]+)",\s*(\([^)]*\)|"\w+")\s*,?\s*\)', rest.partition("\n)\n")[0])
@@ -69,25 +83,7 @@ def causal_models() -> dict[str, tuple[str, ...]] | None:
 def _attends_by_itself(kind: str) -> bool:
     """Return whether the modelling code of ``kind`` has attention layers that ignore transformers' registry of
     attention functions."""
-    name = _module_of(kind)
-    text = _source(name, f"modeling_{name}.py")
+    name = module_of(kind)
+    text = source(name, f"modeling_{name}.py")
     own = re.search(r"^class (?!\w*Vision)\w*Attention\w*\(", text, re.MULTILINE)
     return own is not None and "ALL_ATTENTION_FUNCTIONS" not in text
-
-
-def _module_of(kind: str) -> str:
-    """Return the folder of transformers' models that has the code of ``kind``."""
-    _, _, special = _source("auto", "auto_mappings.py").partition("SPECIAL_MODEL_TYPE_TO_MODULE_NAME = ")
-    found = re.search(rf'\("{re.escape(kind)}", "(\w+)"\)', special)
-    return found[1] if found else kind.replace("-", "_")
-
-
-def _source(*parts: str) -> str:
-    """Return the text of a file below transformers' ``models``, "" if it cannot be read."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return ""
-    try:
-        return Path(spec.origin).parent.joinpath("models", *parts).read_text(encoding="utf-8")
-    except OSError:
-        return ""

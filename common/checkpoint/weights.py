@@ -16,6 +16,7 @@ ADAPTER = "adapter_config.json"
 IGNORED = ("consolidated*.safetensors", "adapter_model*.safetensors", "*.fp16.safetensors", "*.fp32.safetensors")
 """Names of files that hold no weights of the model, or the same ones again in another layout."""
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_LFS = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -40,6 +41,9 @@ def choose_files(model: str, path: Path) -> tuple[tuple[Path, ...], tuple[str, .
     if not files:
         raise _no_weights(model, path)
     if index is None:
+        if absent := _absent_shard(files):
+            why = f"{absent} and the index {INDEX} are missing from {path}"
+            raise StartError(f"cannot serve {model}", why, "download the model again")
         files, more = _without_duplicates(model, files)
         notes += more
     if (path / ADAPTER).is_file():
@@ -74,6 +78,16 @@ def _whole(files: list[Path]) -> list[Path]:
     return next((shards for (_, count), shards in sets.items() if len(shards) == count), [])
 
 
+def _absent_shard(files: list[Path]) -> str:
+    """Return the name of a shard that is missing from ``files``, "" if none is or if there are whole weights."""
+    names = {file.name for file in files}
+    if _whole(files) or not (shards := [found for name in sorted(names) if (found := _SHARD.fullmatch(name))]):
+        return ""
+    start, count = shards[0][1], shards[0][3]
+    expected = (f"{start}-{at + 1:05d}-of-{count}.safetensors" for at in range(int(count)))
+    return next((name for name in expected if name not in names), "")
+
+
 def _without_duplicates(model: str, files: list[Path]) -> tuple[list[Path], list[str]]:
     """Return ``files`` without those that hold tensors of another one again: if several have the same tensor, only the
     whole set of :func:`_whole` stays. Raises StartError if there is no such set."""
@@ -91,15 +105,26 @@ def _without_duplicates(model: str, files: list[Path]) -> tuple[list[Path], list
     return files, []
 
 
-def _no_weights(model: str, path: Path) -> StartError:
+def adapter_alone(model: str, path: Path) -> StartError | None:
+    """Return the error for the directory of an adapter without the weights of a model, None if it has no adapter."""
     adapter = read_json(path / ADAPTER)
-    if adapter is not None:
-        base = adapter.get("base_model_name_or_path") or "unknown"
-        return StartError(
-            f"cannot serve {model}",
-            f"it is an adapter for {base}, without the weights of that model",
-            "merge it into its base model (peft: merge_and_unload) and serve the result",
-        )
+    if adapter is None:
+        return None
+    base = adapter.get("base_model_name_or_path") or "unknown"
+    return StartError(
+        f"cannot serve {model}",
+        f"it is an adapter for {base}, without the weights of that model",
+        "merge it into its base model (peft: merge_and_unload) and serve the result",
+    )
+
+
+def _no_weights(model: str, path: Path) -> StartError:
+    if adapter := adapter_alone(model, path):
+        return adapter
+    if ignored := sorted(file.name for file in path.glob("*.safetensors")):
+        why = f"it has no weights in transformers' layout: {path} has only {', '.join(ignored[:3])}"
+        todo = "choose a checkpoint with model.safetensors, or rename the file if it is in that layout"
+        return StartError(f"cannot serve {model}", why, todo)
     other = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
     why = "its weights are pickled files, which can run code" if other else "it has no weights"
     todo = "use a checkpoint in safetensors format"
@@ -116,17 +141,27 @@ def read_header(path: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
 def parse_header(path: Path, file: BinaryIO, length: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
     """Return what :func:`read_header` does of ``file``, which is at its begin, ``length`` bytes long and called
     ``path``."""
-    size = int.from_bytes(file.read(8), "little")
+    first = file.read(8)
+    if first == _LFS[:8]:
+        todo = "download the weights: git lfs pull, or tandem up with the hub id"
+        raise StartError(f"cannot read {path}", "it is a pointer of git-lfs, not the weights", todo)
+    size = int.from_bytes(first, "little")
     if not 2 <= size <= _MAX_HEADER_BYTES or len(raw := file.read(size)) != size:
         raise _damaged(path, "its header is cut short")
     try:
         tensors = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        if not all(isinstance(each["dtype"], str) and _is_shape(each["shape"]) for each in tensors.values()):
+            raise ValueError("no type or shape")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, "its header is not valid") from error
     if 8 + size + end != length:
         raise _damaged(path, "its size does not match its header")
     return raw, tensors
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
 def _damaged(path: Path, why: str) -> StartError:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from common.checkpoint.complete import check_whole
 from common.checkpoint.end_tokens import EndToken
 from common.checkpoint.files import Checkpoint
 from common.checkpoint.parameters import GGUF_BITS, PLAIN_KINDS, count_parameters, weight_bytes
@@ -75,12 +76,13 @@ class Inspection:
 
 
 def inspect(found: Preview) -> Inspection:
-    """Describe a checkpoint, as one worker on this machine would serve it. Raises StartError if its tokenizer or its
-    chat template cannot be used, or if this machine cannot compute with it."""
+    """Describe a checkpoint, as one worker on this machine would serve it. Raises StartError if its weights are not
+    whole, if its tokenizer or its chat template cannot be used, or if this machine cannot compute with it."""
     from coordinator.text.templates import template_sources
     from coordinator.text.tokenizer import TextModel  # imports the tokenizers library
 
     checkpoint, config = found.checkpoint, found.checkpoint.text_config
+    check_whole(found)
     machine, _ = choose("auto")
     dtype, reason = choose_dtype("auto", found.dtype, machine)
     text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)

@@ -162,3 +162,9 @@ def test_shards_without_an_index_are_loaded(checkpoint: Callable[[str], Path], t
     )  # fmt: skip
     engine.close()
     assert engine.vocab_size == 512
+
+
+def test_a_number_of_hundreds_of_digits_is_clamped() -> None:
+    settings, notes = clamp({"temperature": 10**400, "top_p": -(10**400)})
+    assert settings == {"temperature": 2.0, "top_p": RANGES["top_p"][0]}
+    assert len(notes) == 2 and all(len(note) < 120 for note in notes)

@@ -6,11 +6,14 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from common.checkpoint.files import open_checkpoint
+from common.core.errors import StartError
 from tests.checkpoints.gguf_maker import gguf_of
 
 END = 7
@@ -68,3 +71,47 @@ def test_the_attention_factor_of_yarn(
     found = open_checkpoint(str(gguf_of(checkpoint("llama"), tmp_path / "x.gguf", **yarn, **metadata)))
     given = json.loads((found.path / "config.json").read_text())["rope_parameters"].get("attention_factor")
     assert given == (expected if expected is None else pytest.approx(expected))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    # metadata -> what is said of them
+    "layers as text": ({"llama__block_count": "two"}, "its llama.block_count is 'two'"),
+    "context 0": ({"llama__context_length": 0}, "its llama.context_length is 0"),
+    "no heads": ({"llama__attention__head_count": 0}, "its llama.attention.head_count is 0"),
+    "no heads of keys": ({"llama__attention__head_count_kv": [0, 0]}, "its llama.attention.head_count_kv is [0, 0]"),
+    "base as text": ({"llama__rope__freq_base": "1e4"}, "its llama.rope.freq_base is '1e4'"),
+    "infinite factor": ({"llama__rope__scaling__factor": math.inf}, "its llama.rope.scaling.factor is inf"),
+    "epsilon": ({"llama__attention__layer_norm_rms_epsilon": math.nan}, "layer_norm_rms_epsilon is nan"),
+    "shards as text": ({"split__count": "two"}, "its split.count is 'two'"),
+    "a shard under another name": ({"split__count": 2}, "its name is not that of shard 1 of 2"),
+    "an adapter": ({"general__type": "adapter"}, "it is an adapter"),
+    "too few layers": ({"llama__block_count": 2}, "name 2 layers, but it has tensors of layer 2"),
+    "too many layers": ({"llama__block_count": 5}, "name 5 layers, but it has no tensor of layer 3"),
+    "other heads": ({"llama__attention__head_count": 3}, "is 64×64, but its metadata ask for 64×48"),
+    "no vocabulary": ({"tokenizer__ggml__tokens": None}, "its vocabulary is empty"),
+}
+
+
+def why_not(file: Path) -> str:
+    with pytest.raises(StartError) as caught:
+        open_checkpoint(str(file))
+    assert caught.value.what and caught.value.todo
+    return caught.value.why
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_metadata_that_cannot_be_are_named(case: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    metadata, words = WRONG[case]
+    assert words in why_not(gguf_of(checkpoint("llama"), tmp_path / "x.gguf", **metadata))
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.2.ffn_down.weight", "output_norm.weight"])
+def test_a_tensor_that_is_absent_is_named(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    assert f"it has no {name}" in why_not(gguf_of(checkpoint("llama"), tmp_path / "x.gguf", without=[name]))
+
+
+def test_whole_numbers_are_no_weights(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    def encode(name: str, values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Any]:
+        return (values.astype(np.int32), None) if name == "blk.0.attn_q.weight" else (values, None)
+
+    assert "of type I32" in why_not(gguf_of(checkpoint("llama"), tmp_path / "x.gguf", encode=encode))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Type
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from common.builtin import path
 from common.checkpoint import hub
@@ -221,3 +222,39 @@ def test_the_command_imports_no_torch(checkpoint: Callable[[str], Path]) -> None
 def test_the_command_fails_for_what_is_not_served(checkpoint: Callable[[str], Path]) -> None:
     done = tandem("inspect", checkpoint("t5"))
     assert done.returncode == 1 and "encoder-decoder" in done.stderr and "Traceback" not in done.stderr
+
+
+def _without_tensors(source: Path, target: Path, drop: str) -> None:
+    weights = load_file(source / "model.safetensors")
+    save_file({name: each for name, each in weights.items() if drop not in name}, target / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("drop", "fields", "words"),
+    [
+        ("layers.1.self_attn.q_proj", {}, "no self_attn.q_proj in layer 1"),
+        ("layers.2.", {}, "no tensor of layer 2"),
+        ("nothing", {"num_hidden_layers": 10**7}, "no tensor of layer 3"),
+        ("nothing", {"num_key_value_heads": 4}, "self_attn.k_proj of layer 0 is 32×64"),
+    ],
+)
+def test_weights_that_are_not_whole_are_refused(
+    drop: str, fields: dict[str, int], words: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("llama-untied"), model)
+    _without_tensors(checkpoint("llama-untied"), model, drop)
+    config = json.loads((model / "config.json").read_text()) | fields
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartError) as caught:
+        inspect(preview(str(model)))
+    assert words in caught.value.why
+
+
+@pytest.mark.e2e
+def test_the_command_fails_for_weights_that_are_not_whole(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), model)
+    _without_tensors(checkpoint("llama"), model, "layers.0.")
+    done = tandem("inspect", model)
+    assert done.returncode == 1 and "no tensor of layer 0" in done.stdout + done.stderr

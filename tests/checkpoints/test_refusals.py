@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from common.checkpoint.files import open_checkpoint
 from common.checkpoint.formats import SAFETENSORS, read_format
@@ -88,6 +90,112 @@ def test_models_with_attention_of_their_own_are_refused_for_it(kind: str, tmp_pa
     """Loading them failed with ``KeyError: 'tandem_paged'``."""
     config = {"model_type": kind, "architectures": None}
     assert "attention function of its own" in refusal(write(tmp_path, {"config.json": config}))
+
+
+@pytest.mark.parametrize("code", [{}, {"auto_map": {"AutoModelForCausalLM": "modeling.X"}}])
+@pytest.mark.parametrize(("kind", "name"), [("mpt", "MPTForCausalLM"), ("RefinedWebModel", "RWForCausalLM")])
+def test_published_names_of_these_models(kind: str, name: str, code: dict[str, Any], tmp_path: Path) -> None:
+    """Their own code has no paged attention either, so it is not asked for."""
+    said = refusal(write(tmp_path, {"config.json": {"model_type": kind, "architectures": [name], **code}}))
+    assert "attention function of its own" in said and "--trust-remote-code" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration", "reads images, which is not served yet"),
+        ("llama4", "Llama4ForConditionalGeneration", "reads images, which is not served yet"),
+        ("t5", "T5ForConditionalGeneration", "is an encoder-decoder model"),
+        ("bert", "BertForMaskedLM", "is not a decoder-only language model"),
+    ],
+)
+def test_models_of_another_kind_are_refused_for_it(kind: str, name: str, words: str, tmp_path: Path) -> None:
+    assert words in refusal(write(tmp_path, {"config.json": {"model_type": kind, "architectures": [name]}}))
+
+
+@pytest.mark.parametrize("file", ["consolidated.safetensors", "model.fp16.safetensors"])
+def test_weights_in_another_layout_are_named(file: str, tmp_path: Path) -> None:
+    assert file in refusal(write(tmp_path, {}, {file: 0}))
+
+
+def test_an_adapter_as_peft_publishes_it_is_named(tmp_path: Path) -> None:
+    adapter = {"base_model_name_or_path": "meta/base"}
+    files = {"config.json": None, "adapter_config.json": adapter}
+    said = refusal(write(tmp_path, files, {"adapter_model.safetensors": 0}))
+    assert "adapter for meta/base" in said and "merge" in said
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, {}, {})
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    assert "git-lfs" in refusal(path)
+
+
+def test_a_lone_shard_is_not_whole(tmp_path: Path) -> None:
+    said = refusal(write(tmp_path, {}, {"model-00001-of-00002.safetensors": 0}))
+    assert "model-00002-of-00002.safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vocab_size": "many"}, "its vocab_size is 'many'"),
+        ({"num_attention_heads": 0}, "its num_attention_heads is 0"),
+        ({"max_position_embeddings": -1}, "its max_position_embeddings is -1"),
+        ({"max_position_embeddings": 1e30}, "its max_position_embeddings is 1e+30"),
+        ({"num_hidden_layers": [2, "3"]}, "its num_hidden_layers is [2, '3']"),
+        ({"num_hidden_layers": int("9" * 400)}, "its num_hidden_layers is a number of more than 40 digits"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "its rope_scaling.factor is inf"),
+        ({"rope_scaling": {"type": "linear", "factor": int("9" * 400)}}, "its rope_scaling.factor is a number"),
+        ({"rope_parameters": {"full_attention": {"factor": "2"}}}, "its rope_parameters.full_attention.factor is '2'"),
+        ({"rope_scaling": "linear"}, "its rope_scaling is 'linear'"),
+        ({"text_config": [1]}, "its text_config is [1]"),
+        ({"text_config": {"head_dim": 1.5}}, "its head_dim is 1.5"),
+    ],
+)
+def test_a_size_that_is_none_is_named_with_its_value(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(write(tmp_path, {"config.json": fields}))
+
+
+def test_a_header_without_types_is_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, {}, {})
+    header = b'{"t": {"shape": [1], "data_offsets": [0, 4]}}'
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert "damaged" in refusal(path)
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "a\0b"])
+def test_an_argument_that_is_no_path_is_refused(model: str) -> None:
+    assert "hub id" in refusal(model)
+
+
+@pytest.mark.parametrize("size", [None, "absent"])
+def test_sizes_that_are_left_out_are_those_of_the_class(size: str | None, tmp_path: Path) -> None:
+    """As in the published configuration of gemma-3-4b-it."""
+    text: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    config: dict[str, Any] = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+    }
+    if size is None:
+        config["text_config"] = text | {"vocab_size": None}
+    path = write(tmp_path, {})
+    (path / "config.json").write_text(json.dumps(config))
+    found = open_checkpoint(str(path))
+    theirs = AutoConfig.for_model(**text)
+    assert found.vocab_size == theirs.vocab_size and found.max_position == theirs.max_position_embeddings
+    layers = found.kv_layers()
+    assert layers is not None and len(layers) == 34
+    assert (layers[0].kv_heads, layers[0].k_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+
+
+def test_a_vocabulary_of_no_known_size_is_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path, {"config.json": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.X"}}})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "vocab_size"}))
+    with pytest.raises(StartError, match="vocab_size"):
+        _ = open_checkpoint(str(path), trust_remote_code=True).vocab_size
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "jamba", "qwen3_next", "minimax", "lfm2", "zamba2"])
