@@ -241,6 +241,7 @@ def _load(
         dtype=config.dtype,
         quantization=config.quantization,
         products=config.products,
+        weight_cache=config.weight_cache,
         enforce_eager=config.enforce_eager,
         decodes=config.role != "prefill",
         gpu_fusion=config.fused_parts,

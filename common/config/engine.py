@@ -21,6 +21,7 @@ from common.config.options import (
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 Products = Literal["auto", "exact", "integer"]
+WeightCache = Literal["auto", "none"]
 KvCacheDtype = Literal["auto", "fp8"]
 Attention = Literal["auto", "native", "cpu", "torch", "triton", "flash"]
 KvTransport = Literal["auto", "shm", "zmq", "cuda-ipc", "nccl", "nixl"]
@@ -84,6 +85,13 @@ class EngineOptions:
         "which is faster), or auto (integer on CPUs where codes are integers, else exact); must be the same on all "
         "workers",
         one_of(*get_args(Products)),
+        "model",
+    )
+    weight_cache: WeightCache = option(
+        "auto",
+        "keep packed quantized weights in a file that workers on this machine map and share, in $TANDEM_CACHE, else "
+        "$XDG_CACHE_HOME/tandem, else ~/.cache/tandem (auto), or not (none)",
+        one_of(*get_args(WeightCache)),
         "model",
     )
     attention: Attention = option(

@@ -18,7 +18,7 @@ from common.engine.gpu_memory import measure_use
 from common.engine.graph_calls import CudaCalls, GraphCalls
 from common.engine.parallel import Leader
 from common.engine.pool import make_store
-from common.engine.prepared import PreparedModel, Products, Quantization, prepare
+from common.engine.prepared import PreparedModel, Products, Quantization, WeightCache, prepare
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.grammar.masks import Grammars
 from common.kv.budget import Budget, fit
@@ -53,6 +53,7 @@ def load_engine(
     attention: Wanted = AUTO,
     quantization: Quantization = "none",
     products: Products = "auto",
+    weight_cache: WeightCache = "auto",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     enforce_eager: bool = False,
     decodes: bool = True,
@@ -80,7 +81,8 @@ def load_engine(
         budget(expected, room)  # raises StartError before the weights are read, which takes long
     ready = prepare(
         checkpoint, machine, chosen, max_model_len=max_model_len, batch_hint=batch_hint, quantization=quantization,
-        products=products, gpu_fusion=gpu_fusion, progress=progress, trust_remote_code=trust_remote_code, leader=leader,
+        products=products, weight_cache=weight_cache, gpu_fusion=gpu_fusion, progress=progress,
+        trust_remote_code=trust_remote_code, leader=leader,
     )  # fmt: skip
     layout = _layout(checkpoint, ready, stored, block_size, leader)
     scales = _scales(ready, layout, leader)

@@ -33,6 +33,9 @@ from common.quantization.source import WeightSource
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
 Products = Literal["auto", "exact", "integer"]
+WeightCache = Literal["auto", "none"]
+SMALLEST_KEPT = 32 << 20
+"""Fewest bytes of weights whose packed form is kept in a file."""
 FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on it"
 
 
@@ -107,6 +110,7 @@ def prepare(
     progress: Progress | None,
     trust_remote_code: bool,
     leader: Leader | None,
+    weight_cache: WeightCache = "auto",
 ) -> PreparedModel:
     """Load and probe the model of ``checkpoint``, with weights of ``dtype``, and change its layers into those that
     compute fastest on ``machine``. The other parameters are those of :func:`common.engine.loading.load_engine`. Raises
@@ -117,7 +121,8 @@ def prepare(
     exact = products == "exact" or (products == "auto" and machine.gpu is not None)
     formats, remarks = dict[str, int](), list[str]()
     if (source := _source(checkpoint, quantization, leader)) is not None:
-        loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=exact, where=where)
+        key = f"{weights}|{quantization}" if _keeps(checkpoint, machine, dtype, quantization, weight_cache) else ""
+        loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=exact, where=where, key=key)
         model, formats, remarks = loaded.model, dict(loaded.formats), loaded.notes
     elif leader is None:
         model = load_model(checkpoint, dtype, trust_remote_code)
@@ -141,6 +146,15 @@ def prepare(
     return PreparedModel(
         model, where, seen, quantization, weights, rotary, fused, packed, rounded, formats, exact, notes
     )
+
+
+def _keeps(
+    checkpoint: Checkpoint, machine: Device, dtype: KvDtype, quantization: Quantization, weight_cache: WeightCache
+) -> bool:
+    """Return whether packed weights are mapped from a file: on CPUs with compiled kernels, if they are not tiny."""
+    if machine.gpu is not None or cpu.library() is None or weight_cache == "none":
+        return False
+    return checkpoint.bytes_in(dtype, quantization) >= SMALLEST_KEPT
 
 
 def _source(checkpoint: Checkpoint, quantization: Quantization, leader: Leader | None) -> WeightSource | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,14 +20,17 @@ from common.attention.interface import ATTENTION
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
 from common.kv.storage.tensors import DTYPES
-from common.model.compact import CompactEmbedding, CompactLinear
+from common.model.compact import CompactEmbedding, CompactLinear, Part
 from common.model.compact_experts import CompactExperts, takes_compact
 from common.model.compact_shapes import Experts, fitting, fitting_experts
 from common.model.load import check_complete, quiet_transformers, unloadable
+from common.quantization.cache import Entry, Packed, kept
+from common.quantization.panels import Panels
 from common.quantization.source import Lazy, Make, WeightSource
 from common.quantization.weight import QuantizedWeight
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+SHARED = "packed weights are mapped from the cache, and shared by the workers of this machine"
 
 
 @dataclass
@@ -61,9 +65,12 @@ def load_compact(
     *,
     exact: bool,
     where: torch.device,
+    key: str = "",
 ) -> CompactModel:
     """Return the model on ``where``, in evaluation mode, calling our attention; what is not quantized is in ``dtype``.
-    Products are ``exact``, or integer where the format allows it. StartError if it cannot be loaded."""
+    Products are ``exact``, or integer where the format allows it. With a ``key``, which tells the contents of the
+    checkpoint's weights, packed matrices are mapped from a file (:mod:`common.quantization.cache`). StartError if it
+    cannot be loaded."""
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
     try:
         config, whole = _without_weights(checkpoint, trust_remote_code, how)
@@ -79,8 +86,22 @@ def load_compact(
         raise unloadable(checkpoint, error) from error
     check_complete(checkpoint, info)
     frozen: nn.Module = model.eval().requires_grad_(False)
-    formats = _fill(frozen.to(where), places, DTYPES[dtype], exact, where)
-    return CompactModel(frozen, formats, [*source.notes, *_remarks(places, info)])
+    packed = _kept(checkpoint, places, source, key) if key else None
+    entries = _read(places) if packed is None else packed.entries
+    formats = _fill(frozen.to(where), places, entries, DTYPES[dtype], exact, where)
+    notes = source.notes if packed is None else [*packed.notes, SHARED]
+    return CompactModel(frozen, formats, [*notes, *_remarks(places, info)])
+
+
+def _kept(checkpoint: Checkpoint, places: _Places, source: WeightSource, key: str) -> Packed | None:
+    """Return the quantized matrices from the file of packed weights; None if there can be none."""
+    names = [
+        *places.embeddings,
+        *places.linears,
+        *(f"{each}/{part}" for each, parts in places.experts.items() for part in parts),
+    ]
+    whole = "|".join([key, checkpoint.fingerprint, *names])
+    return kept(whole, lambda: _read(places), lambda: source.notes, checkpoint.bytes_in("bfloat16"))
 
 
 def not_taken(checkpoint: Checkpoint, source: WeightSource, trust_remote_code: bool = False) -> set[str]:
@@ -327,46 +348,60 @@ def _empty(module: nn.Module, *names: str) -> None:
         setattr(module, name, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
 
 
-def _fill(model: nn.Module, places: _Places, dtype: torch.dtype, exact: bool, where: torch.device) -> Mapping[str, int]:
-    """Read the quantized matrices and put them into ``model``, one module after the other; return their number by
-    format."""
-    formats: dict[str, int] = {}
-
-    def taken(weight: QuantizedWeight) -> QuantizedWeight:
-        formats[weight.source] = formats.get(weight.source, 0) + 1
-        return _moved(weight, where)
-
-    for name, make in places.embeddings.items():
-        weight = taken(make())
-        module: Any = model.get_submodule(name)
-        if type(module) is nn.Embedding:
-            _replace(model, name, CompactEmbedding(weight, dtype))
-        else:
-            module.rows = CompactEmbedding(weight, dtype)
-            module.__class__ = type(type(module).__name__, (type(module), _CompactLookup), {})
-        if places.tied:
-            _set_linear(model, places.tied, weight, dtype, exact)
-    for name, make in places.linears.items():
-        _set_linear(model, name, taken(make()), dtype, exact)
+def _read(places: _Places) -> Iterator[Entry]:
+    """Read all quantized matrices, one after the other."""
+    for name, make in (*places.embeddings.items(), *places.linears.items()):
+        yield Entry(name, make())
     for name, parts in places.experts.items():
-        layers = {part: [_joined_linear(list(map(taken, each)), dtype, exact) for each in read()]
-                  for part, read in parts.items()}  # fmt: skip
+        for part, read in parts.items():
+            for expert, weights in enumerate(read()):
+                yield from (Entry(name, weight, part, expert) for weight in weights)
+
+
+def _fill(
+    model: nn.Module, places: _Places, entries: Iterable[Entry], dtype: torch.dtype, exact: bool, where: torch.device
+) -> Mapping[str, int]:
+    """Put the quantized matrices into ``model``, one module after the other; return their number by format."""
+    formats: dict[str, int] = {}
+    experts: dict[str, dict[str, list[CompactLinear]]] = {}
+    for (name, part, _), group in groupby(entries, lambda entry: (entry.module, entry.part, entry.expert)):
+        weights = [_moved(entry.weight, where) for entry in group]
+        for weight in weights:
+            formats[weight.source] = formats.get(weight.source, 0) + 1
+        if part:
+            experts.setdefault(name, {}).setdefault(part, []).append(_joined_linear(weights, dtype, exact))
+        elif name in places.embeddings:
+            _set_embedding(model, name, weights[0], dtype)
+            if places.tied:
+                _set_linear(model, places.tied, weights[0], dtype, exact)
+        else:
+            _set_linear(model, name, weights[0], dtype, exact)
+    for name, layers in experts.items():
         _replace(model, name, CompactExperts(model.get_submodule(name), layers[_GATE_UP], layers[_DOWN]))
     return formats
 
 
-def _moved(weight: QuantizedWeight, where: torch.device) -> QuantizedWeight:
-    if where.type == "cpu":
+def _set_embedding(model: nn.Module, name: str, weight: Part, dtype: torch.dtype) -> None:
+    module: Any = model.get_submodule(name)
+    if type(module) is nn.Embedding:
+        _replace(model, name, CompactEmbedding(weight, dtype))
+        return
+    module.rows = CompactEmbedding(weight, dtype)
+    module.__class__ = type(type(module).__name__, (type(module), _CompactLookup), {})
+
+
+def _moved(weight: Part, where: torch.device) -> Part:
+    if where.type == "cpu" or isinstance(weight, Panels):
         return weight
     moved: dict[str, Any] = {name: tensor.to(where) for name, tensor in weight.tensors().items()}
     return replace(weight, **moved)
 
 
-def _set_linear(model: nn.Module, name: str, weight: QuantizedWeight, dtype: torch.dtype, exact: bool) -> None:
+def _set_linear(model: nn.Module, name: str, weight: Part, dtype: torch.dtype, exact: bool) -> None:
     bias: Any = model.get_submodule(name).bias
     owned = None if bias is None else bias.detach().clone()  # the loaded one may lie in a mapped file
     _replace(model, name, CompactLinear(weight, owned, dtype, exact=exact))
 
 
-def _joined_linear(weights: list[QuantizedWeight], dtype: torch.dtype, exact: bool) -> CompactLinear:
+def _joined_linear(weights: list[Part], dtype: torch.dtype, exact: bool) -> CompactLinear:
     return CompactLinear.joined(weights, [None] * len(weights), dtype, exact=exact)
