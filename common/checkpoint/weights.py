@@ -121,10 +121,12 @@ def adapter_alone(model: str, path: Path) -> StartError | None:
 def _no_weights(model: str, path: Path) -> StartError:
     if adapter := adapter_alone(model, path):
         return adapter
-    if ignored := sorted(file.name for file in path.glob("*.safetensors")):
+    if ignored := sorted(file.name for file in path.glob("*.safetensors") if any(map(file.match, IGNORED))):
         why = f"it has no weights in transformers' layout: {path} has only {', '.join(ignored[:3])}"
         todo = "choose a checkpoint with model.safetensors, or rename the file if it is in that layout"
         return StartError(f"cannot serve {model}", why, todo)
+    if (path / INDEX).is_file():
+        return StartError(f"cannot serve {model}", f"{path / INDEX} names no file", RESTORE)
     other = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
     why = "its weights are pickled files, which can run code" if other else "it has no weights"
     todo = "use a checkpoint in safetensors format"

@@ -23,6 +23,16 @@ CONFIG = {
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 16,
     "max_position_embeddings": POSITIONS, "vocab_size": VOCAB,
 }  # fmt: skip
+MATRICES = {
+    "self_attn.q_proj": (HEADS * 16, HIDDEN), "self_attn.k_proj": (KV_HEADS * 16, HIDDEN),
+    "self_attn.v_proj": (KV_HEADS * 16, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * 16),
+    "mlp.gate_proj": (128, HIDDEN), "mlp.up_proj": (128, HIDDEN), "mlp.down_proj": (HIDDEN, 128),
+}  # fmt: skip
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (VOCAB, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    **{f"model.layers.{at}.{name}.weight": shape for at in range(LAYERS) for name, shape in MATRICES.items()},
+}
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * 16 * 4
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 
@@ -47,8 +57,7 @@ def directory(tmp_path: Path) -> Path:
     }
     write(tmp_path, files, {})
     bytes_tokenizer("<|im_start|>", "<|im_end|>").save(str(tmp_path / "tokenizer.json"))
-    weights = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    (tmp_path / "model.safetensors").write_bytes(safetensors(weights))
+    (tmp_path / "model.safetensors").write_bytes(safetensors(WEIGHTS))
     return tmp_path
 
 
@@ -59,8 +68,8 @@ def inspected(directory: Path) -> inspection.Inspection:
 def test_the_facts_of_a_model(directory: Path) -> None:
     found = inspected(directory)
     assert (found.architecture, found.model_type) == ("Qwen3ForCausalLM", "qwen3")
-    assert found.parameters == found.active_parameters == VOCAB * HIDDEN + HIDDEN
-    assert found.tensors == {"F32": 2} and found.downloaded
+    assert found.parameters == found.active_parameters == sum(map(math.prod, WEIGHTS.values()))
+    assert found.tensors == {"F32": len(WEIGHTS)} and found.downloaded
     assert found.dtype == "float32" and found.weight_bytes == found.file_bytes
     assert [(end.id, end.text, end.why) for end in found.end_tokens] == [(257, "<|im_end|>", "tokenizer_config.json")]
     assert found.chat_templates == ("default",) and found.context == found.longest_context == POSITIONS
@@ -142,8 +151,7 @@ def test_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_the_shape_of_kv_memory_is_that_of_weights(directory: Path) -> None:
-    config = {name: value for name, value in CONFIG.items() if name != "num_attention_heads"}
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"kv_lora_rank": 8}))
     found = inspected(directory)
     assert found.kv_bytes_per_token is None and not found.memory
     assert any("KV is known once the model is loaded" in line for line in command.lines(found))
@@ -151,12 +159,4 @@ def test_without_the_shape_of_kv_memory_is_that_of_weights(directory: Path) -> N
 
 def test_a_preview_of_a_directory_is_local(directory: Path) -> None:
     found: Preview = preview(str(directory))
-    assert (
-        found.local
-        and found.checkpoint.fingerprint
-        and set(found.tensors)
-        == {
-            "model.embed_tokens.weight",
-            "model.norm.weight",
-        }
-    )
+    assert found.local and found.checkpoint.fingerprint and set(found.tensors) == set(WEIGHTS)
