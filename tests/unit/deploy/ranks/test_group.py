@@ -32,6 +32,7 @@ from deploy.ranks import group
 from deploy.ranks.group import HUNG_S, PING_S, RankGroup
 from tests.e2e.spawner import PRELOADED, Spawner
 from tests.fakes.stand_in_gpu import stand_in
+from tests.models import make_model
 from tests.pace import scaled
 from tests.ranks import fake_gpus, split_engine
 
@@ -98,8 +99,6 @@ def logits_of(engine: ModelEngine) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.whole)])
 def test_ranks_compute_and_leave_with_rank_0(start: Start, tmp_path: Path, ranks: int) -> None:
-    from tests.models import make_model
-
     model = make_model("llama", tmp_path, num_attention_heads=6, num_key_value_heads=3 if ranks == 3 else 2,
                        hidden_size=96)  # fmt: skip
     with split_engine(model, 1) as alone:
@@ -177,9 +176,9 @@ def test_a_rank_on_a_gpu_that_dies_or_hangs_in_a_step_is_noticed(
         engine.close()
 
 
-def test_a_rank_that_dies_is_noticed_with_its_end(start: Start, checkpoint: Callable[[str], Path]) -> None:
-    end = Ended()
-    with start(checkpoint("llama"), end, 3) as running:
+def test_a_rank_that_dies_is_noticed_with_its_end(start: Start, tmp_path: Path) -> None:
+    end, heads = Ended(), {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    with start(make_model("llama", tmp_path, **heads), end, 3) as running:
         second, third = running.pids
         os.kill(third, signal.SIGKILL)
         assert f"rank 2 of 3 (process {third}) has died: SIGKILL" in end.why()
