@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.eval.agreement import sample
-from bench.eval.quality import rows
+from bench.eval.quality import Way, rows
 from common import builtin
 from common.checkpoint.files import open_checkpoint
 from common.core.ids import BlockId
@@ -121,7 +121,7 @@ def test_integer_products_agree_with_exact_ones_on_real_text(quantization: Quant
     found = []
     for products in ("exact", "integer"):
         by_chat: list[list[torch.Tensor]] = [[] for _ in chats]
-        for place, row in rows(model, ("float32", quantization, "auto"), chats, products):
+        for place, row in rows(model, Way("float32", quantization, products=products), chats):
             by_chat[place].append(row)
         found.append(torch.stack([row for each in by_chat for row in each]))
     exact, integer = found
