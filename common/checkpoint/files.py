@@ -18,7 +18,15 @@ from typing import Any, Literal
 from common.checkpoint import context, hub, kv_shape
 from common.checkpoint.convert_tokenizer import readable_text
 from common.checkpoint.end_tokens import EndToken, find_end_tokens
-from common.checkpoint.formats import GGUF, SAFETENSORS, WeightFormat, read_format
+from common.checkpoint.formats import (
+    GGUF,
+    SAFETENSORS,
+    WeightFormat,
+    is_quantized,
+    read_format,
+    refuse_codes,
+    settings_beside,
+)
 from common.checkpoint.generation import clamp
 from common.checkpoint.json_files import read_json
 from common.checkpoint.sizes import Sizes, rounded, sizes_of_gguf, sizes_of_safetensors
@@ -186,6 +194,9 @@ def assemble(
     text, converted = readable_text(model, path, _vocab_size(config), trust_remote_code)
     ends, dropped = find_end_tokens(text, config, generation, _vocab_size(config))
     kind = read_format(config, model)
+    if not kind.method:
+        entries = (entry for file in weights for entry in read_header(file)[1].items())
+        refuse_codes(model, ((name, str(entry["dtype"])) for name, entry in entries))
     return Checkpoint(
         path=text,
         name=model,
@@ -249,6 +260,8 @@ def read_config(model: str, path: Path) -> dict[str, Any]:
     are no sizes."""
     if (config := read_json(path / "config.json")) is not None:
         check_config(model, config)
+        if not is_quantized(config) and (settings := settings_beside(path)):
+            config["quantization_config"] = settings
         return config
     if (adapter := adapter_alone(model, path)) is not None:
         raise adapter

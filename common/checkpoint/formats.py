@@ -6,10 +6,12 @@ what to use in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from common.checkpoint.json_files import read_json
 from common.core.errors import StartError
 
 
@@ -30,6 +32,10 @@ KNOWN_METHODS = frozenset({"gptq", "awq", "compressed-tensors", "fp8", "fbgemm_f
 """Methods that :func:`read_format` describes; every other one is refused."""
 INSTEAD = "use a GGUF, GPTQ or AWQ checkpoint of the model, or an unquantized one with --quantization int8"
 
+OTHER_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json in which ModelOpt, AutoGPTQ and AutoAWQ describe the quantization, and its method."""
+_OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _REFUSED = {
     "bitsandbytes": ("bitsandbytes", "only its own CUDA kernels read them"),
     "aqlm": ("AQLM", "their codebooks need kernels of their own"),
@@ -76,6 +82,30 @@ def read_format(config: Mapping[str, Any], model: str = "this checkpoint") -> We
     return WeightFormat("safetensors", method, " ".join(_described(method, settings)), settings)
 
 
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Return whether ``config`` says that the weights are quantized."""
+    return _settings(config) is not None
+
+
+def settings_beside(directory: Path) -> dict[str, Any] | None:
+    """Return what a file of :data:`OTHER_FILES` says in the terms of ``quantization_config``, None if there is none.
+    Raises StartError if it cannot be read."""
+    for name, method in OTHER_FILES.items():
+        if found := read_json(directory / name):
+            nested = found.get("quantization")
+            renamed = {_OTHER_NAMES.get(key, key): value for key, value in found.items()}
+            return renamed | (nested if isinstance(nested, dict) else {}) | {"quant_method": method}
+    return None
+
+
+def refuse_codes(model: str, tensors: Iterable[tuple[str, str]]) -> None:
+    """Raise StartError if one of the ``tensors`` (name and type) of a checkpoint that names no quantization is a weight
+    of something else than floats, whose scales would be ignored."""
+    for name, kind in tensors:
+        if kind not in _FLOATS and name.endswith(("weight", "qweight", "weight_packed", "_blocks")):
+            raise _refused(model, f"its weights are quantized ({name} is {kind}), but no file says how")
+
+
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
@@ -93,6 +123,8 @@ def _unreadable(method: str, settings: Mapping[str, Any]) -> str:
             return "GPTQ, repacked for Marlin kernels"
         case "awq" if (version := str(settings.get("version") or "gemm").lower()) != "gemm":
             return f"AWQ {version}"
+        case "compressed-tensors" if settings.get("transform_config"):
+            return "compressed-tensors with transforms (rotations of the activations)"
         case "compressed-tensors" if named := next(filter(None, map(_COMPRESSED_REFUSED.get, _formats(settings))), ""):
             return f"compressed-tensors, {named}"
         case "fp8" if settings.get("fmt", "e4m3") != "e4m3":
@@ -101,6 +133,8 @@ def _unreadable(method: str, settings: Mapping[str, Any]) -> str:
 
 
 def _formats(settings: Mapping[str, Any]) -> Iterator[str]:
+    sparsity = settings.get("sparsity_config")
+    yield str((sparsity.get("format") if isinstance(sparsity, dict) else None) or "")
     yield str(settings.get("format") or "")
     for group in _groups(settings):
         yield str(group.get("format") or "")

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from common.checkpoint.formats import OTHER_FILES
 from common.checkpoint.weights import ADAPTER, IGNORED, INDEX, indexed_files
 from common.core.errors import StartError, reason
 
-FIRST = ("config.json", INDEX, ADAPTER)
+FIRST = ("config.json", INDEX, ADAPTER, *OTHER_FILES)
 """Small files that tell whether the weights are worth a download, and which."""
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 TEMPLATES = ("additional_chat_templates/*.jinja",)

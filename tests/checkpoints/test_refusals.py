@@ -80,6 +80,36 @@ def test_formats_that_are_not_read(fields: dict[str, Any], words: str, tmp_path:
     assert words in said and "not serve yet" not in said and "unquantized" in said
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"transform_config": {"config_groups": {"R4": {}}}}, "rotations"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "2:4 sparse"),
+    ],
+)
+def test_what_comes_on_top_of_a_format(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    groups = {"config_groups": {"group_0": {"weights": PACKED}}}
+    assert words in refusal(write(tmp_path, {"config.json": quantized(**groups, **fields)}, {}))
+
+
+def test_quantization_that_another_file_describes(tmp_path: Path) -> None:
+    modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    assert "ModelOpt" in refusal(write(tmp_path / "fp8", {"hf_quant_config.json": modelopt}))
+    gptq = write(tmp_path / "gptq", {"quantize_config.json": {"bits": 4, "group_size": 128, "desc_act": False}})
+    assert open_checkpoint(str(gptq)).format.shown.startswith("GPTQ 4-bit, groups of 128")
+    awq = write(tmp_path / "awq", {"quant_config.json": {"w_bit": 4, "q_group_size": 64, "version": "GEMM"}})
+    assert open_checkpoint(str(awq)).format.shown.startswith("AWQ 4-bit, groups of 64")
+
+
+def test_codes_that_no_file_describes_are_refused(tmp_path: Path) -> None:
+    """Their scales would be ignored, and the answers nonsense."""
+    path = write(tmp_path, {}, {})
+    entry = {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}
+    header = json.dumps({"model.layers.0.mlp.up_proj.weight": entry}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert "up_proj.weight is F8_E4M3" in refusal(path)
+
+
 def test_no_quantization_is_safetensors() -> None:
     assert read_format({"quantization_config": None}) is SAFETENSORS
     assert read_format({"text_config": {"vocab_size": 3}}) is SAFETENSORS
