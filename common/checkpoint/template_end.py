@@ -14,6 +14,8 @@ from common.checkpoint.token_files import token_text
 _QUESTION, _ANSWER, _NEXT = "qzquestionzq", "qzanswerzq", "qznextzq"
 _INSIDE = re.compile(r"</(?!s>)[\w:.-]+>")
 """Tags that close a part of an answer, such as ``</think>``: no turn ends with them."""
+_MOST_CHARS = 1 << 20
+"""Characters that rendering may print, and by which a number may lengthen a text."""
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -39,31 +41,74 @@ def written_after_answer(directory: Path, sources: Collection[str], added: Colle
 def _renderings(source: str, special: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the texts of a chat that ends with an answer, and of one in which a question follows, "" if the template
     refuses that. Contents are strings, or lists of parts if the template prints no strings."""
-    import jinja2  # here, since not all checkpoints have a template
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: ""}
-    source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+    environment = _environment()
     for as_parts in (False, True):
         texts = list[str]()
-        for chat in (("user", _QUESTION), ("assistant", _ANSWER)), _FOLLOWED:
+        for chat in (_FOLLOWED[:2], _FOLLOWED):
             messages = [
                 {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text} for role, text in chat
             ]
             try:
-                template = environment.from_string(source)
-                texts.append(template.render(special, messages=messages, tools=None, add_generation_prompt=False))
+                template = environment.from_string(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
+                parts = template.generate(special, messages=messages, tools=None, add_generation_prompt=False)
+                texts.append(_joined(parts))
             except Exception:  # a template is a program by the model's author and may raise anything
                 texts.append("")
         if any(_ANSWER in text for text in texts):
             yield texts[0], texts[1]
             return
+
+
+def _joined(parts: Iterator[str]) -> str:
+    kept, chars = list[str](), 0
+    for part in parts:
+        kept.append(part)
+        chars += len(part)
+        if chars > _MOST_CHARS:
+            raise ValueError("the template prints too much")
+    return "".join(kept)
+
+
+def _environment() -> Any:
+    """Return a sandbox with what templates use. Texts that a number makes long are refused."""
+    import jinja2  # here, since not all checkpoints have a template
+    from jinja2.ext import loopcontrols
+    from jinja2.filters import do_center, do_indent
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def check(*values: Any) -> None:
+        if any(isinstance(value, int) and value > _MOST_CHARS for value in values):
+            raise jinja2.TemplateError("too long")
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset("*")
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            text, count = (left, right) if isinstance(right, int) else (right, left)
+            if isinstance(count, int) and hasattr(text, "__len__"):
+                check(len(text) * count)
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            check(*args, *kwargs.values())
+            return super().call(context, obj, *args, **kwargs)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def center(value: str, width: int = 80) -> str:
+        check(width)
+        return do_center(value, width)
+
+    def indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+        check(width)
+        return do_indent(s, width, first, blank)
+
+    found = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False)
+    found.filters |= {"tojson": lambda value, **_: json.dumps(value, ensure_ascii=False)}
+    found.filters |= {"center": center, "indent": indent}
+    found.globals |= {"raise_exception": refuse, "strftime_now": lambda _: ""}
+    return found
 
 
 _FOLLOWED = (("user", _QUESTION), ("assistant", _ANSWER), ("user", _NEXT))

@@ -123,6 +123,14 @@ def test_a_token_of_the_template_outside_the_vocabulary_is_dropped_and_said(temp
     assert found.eos_token_ids == (ID["<|endoftext|>"],)
 
 
+@pytest.mark.parametrize(
+    "long", ["{{ 'x' * 10**10 }}", "{{ 'x'.ljust(10**10) }}", "{{ 'x'|center(10**10) }}", "{{ [1] * 10**10 }}"]
+)
+def test_a_template_that_prints_too_much_is_given_up(long: str, tmp_path: Path) -> None:
+    files = {"config.json": eos(ID["</s>"]), "chat_template.jinja": ROLES.replace("{{ m.content }}", f"{long}")}
+    assert open_checkpoint(str(write(tmp_path, WHOLE | files))).eos_token_ids == (ID["</s>"],)
+
+
 def test_tokens_are_found_in_a_tokenizer_of_any_layout(tmp_path: Path) -> None:
     """The list of added tokens may come last, and the end token may be in the vocabulary only."""
     settings = json.loads(WHOLE["tokenizer.json"])
