@@ -170,7 +170,8 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
                 raise hub.no_such_gguf(model, tag)
         refuse_unsupported(model, read_config(model, first), trust_remote_code)
         path = hub.download_rest(name, revision, first, trust_remote_code)
-    if not (path / "config.json").is_file() and (names := sorted(file.name for file in path.glob("*.gguf"))):
+    names = [] if any(path.glob("*.safetensors")) else sorted(file.name for file in path.glob("*.gguf"))
+    if names:  # whether there is a config.json beside them or not
         file, note = hub.choose_gguf(names, "")
         return open_gguf_checkpoint(model, path / file, revision, note if len(names) > 1 else "")
     config = read_config(model, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -115,3 +116,29 @@ def test_whole_numbers_are_no_weights(checkpoint: Callable[[str], Path], tmp_pat
         return (values.astype(np.int32), None) if name == "blk.0.attn_q.weight" else (values, None)
 
     assert "of type I32" in why_not(gguf_of(checkpoint("llama"), tmp_path / "x.gguf", encode=encode))
+
+
+def test_a_directory_of_gguf_files_with_a_configuration(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    file = gguf_of(checkpoint("llama"), tmp_path / "x.gguf")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    assert open_checkpoint(str(tmp_path)).source == file
+
+
+def test_a_generated_directory_that_lost_a_file_is_made_again(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = gguf_of(checkpoint("llama"), tmp_path / "x.gguf")
+    text = open_checkpoint(str(file)).path
+    (text / "tokenizer.json").unlink()
+    assert open_checkpoint(str(file)).path == text and (text / "tokenizer.json").is_file()
+
+
+def test_a_full_disk_is_said(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = gguf_of(checkpoint("llama"), tmp_path / "x.gguf")
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "No space left" in why_not(file)
