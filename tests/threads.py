@@ -10,7 +10,16 @@ from tests.pace import scaled
 
 
 def running_threads() -> set[int]:
-    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment."""
+    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment.
+
+    The kernel may leave threads out of a list while others end, so it is read until it is the same twice."""
+    before, found = set[int](), _listed()
+    while found != before:
+        before, found = found, _listed()
+    return found
+
+
+def _listed() -> set[int]:
     return set(map(int, os.listdir("/proc/self/task")))
 
 

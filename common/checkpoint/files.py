@@ -163,11 +163,12 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
         hub.check_id(name, path)
         first = hub.download_first(name, revision)
         if tag or not (first / "config.json").is_file():
-            file, note = hub.choose_gguf(hub.gguf_names(name, revision, first), tag)
+            names = hub.gguf_names(name, revision, first)
+            file, note = hub.choose_gguf(names, tag)
             if file:
                 return open_gguf_checkpoint(model, hub.download_gguf(name, revision, file), revision, note)
             if tag:
-                raise hub.no_such_gguf(model, tag)
+                raise hub.no_such_gguf(model, tag, names)
         refuse_unsupported(model, read_config(model, first), trust_remote_code)
         path = hub.download_rest(name, revision, first, trust_remote_code)
     names = [] if any(path.glob("*.safetensors")) else sorted(file.name for file in path.glob("*.gguf"))

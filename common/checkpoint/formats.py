@@ -6,6 +6,7 @@ what to use in their place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,12 +124,34 @@ def _unreadable(method: str, settings: Mapping[str, Any]) -> str:
             return "GPTQ, repacked for Marlin kernels"
         case "awq" if (version := str(settings.get("version") or "gemm").lower()) != "gemm":
             return f"AWQ {version}"
+        case "compressed-tensors" if why := _strange_group(settings):
+            return f"compressed-tensors with {why}"
         case "compressed-tensors" if settings.get("transform_config"):
             return "compressed-tensors with transforms (rotations of the activations)"
         case "compressed-tensors" if named := next(filter(None, map(_COMPRESSED_REFUSED.get, _formats(settings))), ""):
             return f"compressed-tensors, {named}"
         case "fp8" if settings.get("fmt", "e4m3") != "e4m3":
             return f"fp8 {settings['fmt']}"
+        case "fp8" if (block := settings.get("weight_block_size")) is not None and not _are_sizes(block):
+            return f"fp8 in blocks of {block}"
+    return ""
+
+
+def _are_sizes(block: object) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+
+
+def _strange_group(settings: Mapping[str, Any]) -> str:
+    """Return what cannot be read of the groups of compressed-tensors, "" if all can."""
+    groups = settings.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if not isinstance(group, dict):
+            return f"the preset scheme {name}"
+        for target in group.get("targets") or ():
+            try:
+                re.compile(target.removeprefix("re:") if str(target).startswith("re:") else "")
+            except (re.error, AttributeError):
+                return f"the target {target}"
     return ""
 
 

@@ -24,6 +24,8 @@ LEFT_OUT = (
 )
 """Duplicates of the weights, in other layouts or of earlier steps of a training."""
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_SHOWN = 20
+"""Most names of files in an error."""
 _PREFERRED = (
     *("Q4_K_M", "Q4_0", "Q4_K_S", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K_M", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K"),
     *("Q8_0", "BF16", "F16", "F32"),
@@ -61,14 +63,14 @@ def split_tag(model: str) -> tuple[str, str]:
 
 
 def choose_gguf(names: Sequence[str], tag: str) -> tuple[str, str]:
-    """Return which of the files ``names`` (the first shard of several) is that of ``tag``, a part of its name in any
-    case, and a note. Without a tag it is Q4_K_M, else the smallest type with at least 4 bits. ("", "") if there is
+    """Return which of the files ``names`` (the first shard of several) is that of ``tag``, whole words of its name in
+    any case, and a note. Without a tag it is Q4_K_M, else the smallest type with at least 4 bits. ("", "") if there is
     none."""
     files = [name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()]
     firsts = [name for name in files if not (shard := _SHARD.search(name)) or int(shard[1]) == 1]
     if tag:
         whole = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?=[-._/])", re.IGNORECASE)
-        matching = [name for name in firsts if whole.search(name)] or [n for n in firsts if tag.lower() in n.lower()]
+        matching = [name for name in firsts if whole.search(name)]
         return (min(matching, key=len), "") if matching else ("", "")
     for quant in _PREFERRED:
         if matching := [name for name in firsts if re.search(rf"(?:^|[-._/]){quant}(?=[-._/])", name, re.IGNORECASE)]:
@@ -88,9 +90,10 @@ def gguf_names(model: str, revision: str | None, first: Path) -> list[str]:
     return sorted(name for name in names if name.lower().endswith(".gguf"))
 
 
-def no_such_gguf(model: str, tag: str) -> StartError:
-    """Return the error for a tag that names no file."""
-    why = f"its repository has no GGUF file named {tag}"
+def no_such_gguf(model: str, tag: str, names: Sequence[str]) -> StartError:
+    """Return the error for a tag that is in none of ``names``."""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    why = f"its repository has no GGUF file named {tag}, but {shown or 'none at all'}"
     return StartError(f"cannot open {model}", why, "give another part of a file's name, or leave it out")
 
 

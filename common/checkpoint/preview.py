@@ -63,11 +63,12 @@ def preview(model: str, revision: str | None = None, trust_remote_code: bool = F
     hub.check_id(name, path)
     first = hub.download_first(name, revision)
     if tag or not (first / "config.json").is_file():
-        file, note = hub.choose_gguf(hub.gguf_names(name, revision, first), tag)
+        listed = hub.gguf_names(name, revision, first)
+        file, note = hub.choose_gguf(listed, tag)
         if file:
             return _of_gguf(model, name, revision, first / file, file, note)
         if tag:
-            raise hub.no_such_gguf(model, tag)
+            raise hub.no_such_gguf(model, tag, listed)
     config = read_config(model, first)
     refuse_unsupported(model, config, trust_remote_code)
     text = hub.download_text(name, revision)

@@ -17,6 +17,7 @@ from common.engine.parallel import Leader
 from common.kernels import cpu, triton
 from common.kv.layout import KvDtype
 from common.model.collective import Collective
+from common.model.compact import CompactLinear
 from common.model.fp8 import Fp8Linear, round_linears
 from common.model.gpu_layers import fuse_gpu_layers
 from common.model.layers import fuse_layers
@@ -42,9 +43,10 @@ FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on i
 @dataclass(frozen=True)
 class PreparedModel:
     """A model on device ``where``, and what was done to it: ``fused`` layers in C, ``packed`` linear layers, linear
-    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format; products with them are
-    ``exact``, or integer. ``seen`` is what its probe found. ``weights`` and ``rotary`` are hashes: of all weights in
-    the files, and of frozen rotary frequencies ("" for none). ``notes`` are choices in words."""
+    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format; products with all of
+    them are ``exact``, or integer with those whose codes are integers. ``seen`` is what its probe found.
+    ``weights`` and ``rotary`` are hashes: of all weights in the files, and of frozen rotary frequencies ("" for
+    none). ``notes`` are choices in words."""
 
     model: nn.Module
     where: torch.device
@@ -135,8 +137,12 @@ def prepare(
         ranks = None if leader is None else leader.collective
         rounded = round_linears(model, ranks) if quantization == "fp8" else []
         if bits is not None:
-            for name, count in round_to_groups(model, bits, exact=exact).items():
-                formats[name] = formats.get(name, 0) + count
+            more = round_to_groups(model, bits, exact=exact)
+            formats |= {name: formats.get(name, 0) + count for name, count in more.items()}
+            if checkpoint.format.method:
+                layers = sum(more.values())
+                notes.append(f"--quantization {quantization} changes only what was not quantized: {layers} layers")
+        exact = not any(layer.rounds for layer in model.modules() if isinstance(layer, CompactLinear))
         fused = fuse_layers(model) if machine.gpu is None and leader is None and not rounded else 0
         if machine.gpu is not None and not rounded:
             notes += fuse_for_gpu(model, gpu_fusion, where, ranks)

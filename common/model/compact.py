@@ -149,6 +149,12 @@ class CompactLinear(nn.Module):
         """Bytes of the weights."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds activations for at least one of its weights."""
+        codings = (part.stated["coding"] if isinstance(part, Panels) else part.coding for part in self.parts)
+        return not self.exact and "int" in codings
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.rows(x.reshape(-1, self.in_features))
         return rows.view(*x.shape[:-1], self.out_features)

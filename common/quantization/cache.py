@@ -1,8 +1,8 @@
 """Keeps packed weights in files that workers of one machine map: they share the pages, and need not convert again.
 
-A file is written once, by the first worker that needs it: tensors one after another, an index as JSON, and the index's
-length. It is mapped privately, and nothing writes to it any more. Its name has a hash of all bytes of the checkpoint's
-weights. The least recently used files are removed.
+A file is written once, by the first worker that needs it: tensors one after another, an index as JSON with a hash of
+the tensors, and the index's length. It is mapped privately, and nothing writes to it any more. Its name has a hash of
+all bytes of the checkpoint's weights. The least recently used files are removed.
 """
 
 from __future__ import annotations
@@ -97,11 +97,20 @@ def _write(file: Path, entries: Iterable[Entry], notes: Callable[[], list[str]])
     """Write the weights under another name, and rename the file when it is whole."""
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".new-") as out:
         index = [_append(out.file, entry) for entry in entries]  # type: ignore[arg-type]
-        text = json.dumps({"entries": index, "notes": notes()}).encode()
+        out.flush()
+        with mmap.mmap(out.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as pages:
+            text = json.dumps({"entries": index, "notes": notes(), "hash": _hash(pages, len(pages))}).encode()
         out.write(text + len(text).to_bytes(8, "little"))
         out.flush()
+        os.fsync(out.fileno())  # a crash of the machine must not leave a whole name for half a file
         os.link(out.name, f"{out.name}-whole")
         Path(f"{out.name}-whole").replace(file)
+
+
+def _hash(pages: mmap.mmap, size: int) -> str:
+    """Return a hash of the first ``size`` bytes."""
+    with memoryview(pages) as view, view[:size] as tensors:
+        return str(xxhash.xxh3_64_hexdigest(tensors))
 
 
 def _append(out: BinaryIO, entry: Entry) -> dict[str, Any]:
@@ -123,6 +132,8 @@ def _mapped(file: Path) -> Packed | None:
             pages = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         size = int.from_bytes(pages[-8:], "little")
         index = json.loads(pages[-8 - size : -8])
+        if index["hash"] != _hash(pages, len(pages) - 8 - size):
+            raise ValueError
         return Packed([_entry(pages, each) for each in index["entries"]], index["notes"])
     except (ValueError, KeyError, TypeError, RuntimeError):
         file.unlink()

@@ -132,18 +132,18 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _arguments(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return how the weight of ``module`` is quantized: by the group that names it, else by one for all layers of a
-    class."""
+    """Return how the weight of ``module`` is quantized: by the group that names it, else by that of all linear layers,
+    else by one of another class."""
     groups = settings.get("config_groups")
-    of_class: Mapping[str, Any] = {}
+    of_class: dict[str, Mapping[str, Any]] = {}
     for group in groups.values() if isinstance(groups, dict) else ():
         weights: Mapping[str, Any] = group.get("weights") or {}
         for target in group.get("targets") or ():
             if _names(target, module):
                 return weights
             if target[:1].isupper():
-                of_class = of_class or weights
-    return of_class
+                of_class.setdefault(target, weights)
+    return of_class.get("Linear") or next(iter(of_class.values()), {})
 
 
 def _names(target: str, module: str) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from common.checkpoint.files import Checkpoint
-from common.checkpoint.gguf import open_gguf
 from common.quantization.awq import open_awq
 from common.quantization.compressed import open_compressed
 from common.quantization.fp8 import open_fp8
-from common.quantization.gguf import open_gguf_weights
 from common.quantization.gptq import open_gptq
 from common.quantization.mxfp4 import open_mxfp4
 from common.quantization.source import TensorFiles, WeightSource
@@ -20,6 +18,9 @@ def open_source(checkpoint: Checkpoint) -> WeightSource | None:
     if not method:
         return None
     if method == "gguf":
+        from common.checkpoint.gguf import open_gguf  # its library is slow to import, and needs others
+        from common.quantization.gguf import open_gguf_weights
+
         return open_gguf_weights(open_gguf(checkpoint.weight_files))
     files = TensorFiles(checkpoint.weight_files)
     match method:

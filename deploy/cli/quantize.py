@@ -28,7 +28,8 @@ def run(config: QuantizeConfig) -> int:
         raise StartError(f"cannot write {config.output}", "it exists already", "name a new directory, or remove it")
     original = open_checkpoint(smollm2.resolved(config.model), config.revision, config.trust_remote_code)
     if original.format.method:
-        why = f"its weights are quantized already, in {original.format.shown}"
+        is_gguf = original.format.container == "gguf"
+        why = "it is a GGUF file" if is_gguf else f"its weights are quantized already, in {original.format.shown}"
         raise StartError(f"cannot quantize {config.model}", why, "serve it as it is, or name the unquantized model")
     bits: Literal[4, 8] = 4 if config.bits == "4" else 8
     kept = not_taken(original, open_rounded(original, bits), config.trust_remote_code)

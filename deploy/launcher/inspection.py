@@ -116,7 +116,7 @@ def inspect(found: Preview) -> Inspection:
         chat_templates=tuple(template_sources(checkpoint.path, None)),
         tool_calls=_named(output.tools, output.reads_calls),
         reasoning=_named(output.reasoning, output.reads_reasoning),
-        fast=tuple(_fast(checkpoint, machine)),
+        fast=tuple(_fast(found, machine)),
         slow=tuple(_slow(found, machine, dtype, active < total)),
         notes=checkpoint.notes,
     )
@@ -138,16 +138,20 @@ def _named(notation: Any, is_read: bool) -> str | None:
     return getattr(notation, "name", None) or "described by the tokenizer"
 
 
-def _fast(checkpoint: Checkpoint, machine: Device) -> Iterator[str]:
+def _fast(found: Preview, machine: Device) -> Iterator[str]:
+    checkpoint = found.checkpoint
+    quantized = bool(checkpoint.format.method) and any(
+        tensor.kind not in PLAIN_KINDS for tensor in found.tensors.values()
+    )
     if machine.gpu is not None:
         yield "attention in Triton over KV blocks; decode steps as CUDA graphs"
-        if checkpoint.format.method:
+        if quantized:
             yield "weights stay quantized in memory, and are multiplied in Triton"
         return
     yield "attention in C over KV blocks"
     if checkpoint.config.get("model_type") in FUSED_TYPES:
         yield "decoder layers in C, all in one call per step"
-    if checkpoint.format.method:
+    if quantized:
         yield "weights stay quantized in memory, and are multiplied in C"
 
 

@@ -293,10 +293,13 @@ NAMES = (
     [
         ("", "m-Q4_K_M.gguf"), ("Q8_0", "m-Q8_0.gguf"), ("q4_k_s", "m-Q4_K_S.gguf"), ("f16", "m.F16.gguf"),
         ("Q6_K", "big/m-Q6_K-00001-of-00002.gguf"), ("IQ2", "m-IQ2_XS.gguf"), ("Q5_K_M", ""),
+        ("16", ""), ("m.f16", "m.F16.gguf"), ("4_K", ""),
     ],
 )  # fmt: skip
 def test_the_tag_chooses_the_file(tag: str, chosen: str) -> None:
     assert hub.choose_gguf(NAMES, tag)[0] == chosen
+    if not chosen:
+        assert "m-Q8_0.gguf" in hub.no_such_gguf("owner/name", tag, NAMES).why
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def test_formats_are_described(fields: dict[str, Any], method: str, shown: str) 
         (quantized(quant_method="gptq", checkpoint_format="marlin"), "GPTQ, repacked for Marlin"),
         (quantized(quant_method="awq", version="gemv"), "AWQ gemv"),
         (quantized(quant_method="compressed-tensors", format="nvfp4-pack-quantized"), "compressed-tensors, NVFP4"),
+        (quantized(quant_method="compressed-tensors", config_groups={"W4A16": ["Linear"]}), "the preset scheme W4A16"),
+        (
+            quantized(quant_method="compressed-tensors", config_groups={"group_0": {"targets": ["re:("]}}),
+            "the target re:(",
+        ),
+        (quantized(quant_method="fp8", weight_block_size=[32]), "fp8 in blocks of [32]"),
     ],
 )
 def test_formats_that_are_not_read(fields: dict[str, Any], words: str, tmp_path: Path) -> None:

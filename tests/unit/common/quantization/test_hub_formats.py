@@ -204,6 +204,15 @@ def test_bits_of_the_group_that_names_the_module(tmp_path: Path) -> None:
     check(weight_of(open_compressed(files_of(tmp_path, tensors), settings)), expected)
 
 
+def test_bits_of_linear_layers_go_before_those_of_other_classes(tmp_path: Path) -> None:
+    tensors, expected = hub.pack_quantized(16, 96, 8)
+    settings = compressed(4, 32)
+    groups = settings["config_groups"]
+    groups["group_0"]["targets"] = ["Embedding"]
+    groups["group_1"] = {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 32}}
+    check(weight_of(open_compressed(files_of(tmp_path, tensors), settings)), expected)
+
+
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("tensor", [False, True])
 def test_int8(tmp_path: Path, asymmetric: bool, tensor: bool) -> None:
