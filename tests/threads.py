@@ -5,22 +5,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from tests.pace import scaled
 
 
 def running_threads() -> set[int]:
-    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment.
+    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment, and while it ends
+    the kernel may leave out those that were started after it."""
+    return set(map(int, os.listdir("/proc/self/task")))
 
-    The kernel may leave threads out of a list while others end, so it is read until it is the same twice."""
-    before, found = set[int](), _listed()
-    while found != before:
-        before, found = found, _listed()
+
+def started_by_libzmq(before: set[int], count: int, seconds: float = 5.0) -> set[int]:
+    """Wait until there are ``count`` threads of libzmq that are not in ``before``, and return them. A context has two:
+    one for I/O, and the reaper."""
+    deadline = time.monotonic() + scaled(seconds)
+    while len(found := {each for each in running_threads() - before if _name(each).startswith("ZMQbg/")}) < count:
+        assert time.monotonic() < deadline, f"{len(found)} threads of {count} are running"
+        time.sleep(0.001)
     return found
 
 
-def _listed() -> set[int]:
-    return set(map(int, os.listdir("/proc/self/task")))
+def _name(thread: int) -> str:
+    """Return the name of a thread, "" if it has ended."""
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def until_ended(ending: Iterable[int], seconds: float = 5.0) -> None:

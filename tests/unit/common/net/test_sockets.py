@@ -36,7 +36,7 @@ from common.net.sockets import (
 )
 from common.net.wire import decode
 from tests.leaked_keys import keygen
-from tests.threads import running_threads, until_ended
+from tests.threads import running_threads, started_by_libzmq, until_ended
 from tests.unit.parts import counted, many
 
 PATIENCE_MS = 60_000
@@ -231,23 +231,18 @@ def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(
     cluster_key: Path, encrypted: bool
 ) -> None:
     def started(before: set[int]) -> dict[int, int]:
-        found = {}
-        for each in running_threads() - before:
-            with contextlib.suppress(ProcessLookupError):  # it has been joined, and is listed for a moment
-                found[each] = os.getpriority(os.PRIO_PROCESS, each)
-        return found
+        return {each: os.getpriority(os.PRIO_PROCESS, each) for each in started_by_libzmq(before, 2)}
 
     before, ours = running_threads(), os.getpriority(os.PRIO_PROCESS, 0)
     channels = Channels(keys.load(cluster_key, "decode"), encrypt_kv=encrypted)
     sockets = [channels.dealer("tcp://127.0.0.1:1", b"us")]
     control = started(before)
-    assert control and set(control.values()) == {ours}
+    assert set(control.values()) == {ours}
     router, address = channels.router("tcp://127.0.0.1:*", kv=True)
     sockets += [router, channels.dealer(address, b"peer", to="decode")]
     niceness = channel.CURVE_NICENESS if encrypted else channel.KV_NICENESS
     kv = started(before | control.keys())
-    authenticator = {ours} if encrypted else set()  # the thread that authenticates keys
-    assert set(kv.values()) == {min(19, ours + niceness)} | authenticator
+    assert set(kv.values()) == {min(19, ours + niceness)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == ours
     for socket in sockets:
         socket.close()

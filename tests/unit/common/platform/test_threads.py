@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from common.net.sockets import Channels
 from common.platform import threads
-from tests.threads import running_threads
+from tests.threads import running_threads, started_by_libzmq
 
-T = TypeVar("T")
 GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
 """Number of the system call sched_getattr(2), by architecture."""
 
@@ -31,15 +28,6 @@ def slice_s(thread: int) -> float:
     if library.syscall(GETATTR[platform.machine()], thread, ctypes.byref(found), size, 0):
         raise OSError(ctypes.get_errno(), "sched_getattr")
     return float(found.runtime) / 1e9
-
-
-def of_running(read: Callable[[int], T], started: Iterable[int]) -> set[T]:
-    """Read something of each thread. One that has been joined may be listed for a moment, and is left out."""
-    found = set()
-    for each in started:
-        with contextlib.suppress(ProcessLookupError):
-            found.add(read(each))
-    return found
 
 
 def in_thread(work: object) -> None:
@@ -64,9 +52,9 @@ def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_o
         before = running_threads()
         channels = Channels()
         sockets = [channels.dealer("tcp://127.0.0.1:1", b"us"), channels.router("tcp://127.0.0.1:*", kv=True)[0]]
-        started = running_threads() - before
+        started = started_by_libzmq(before, 4)
         found["computing"], found["nice"] = slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)
-        found["messages"] = of_running(slice_s, started)
+        found["messages"] = {slice_s(each) for each in started}
         for socket in sockets:
             socket.close()
         channels.close()
@@ -158,10 +146,10 @@ def test_control_messages_are_passed_on_at_once_where_that_is_wanted_and_kv_neve
     def policies(kv: bool, at_once: bool) -> None:
         before = running_threads()
         channels = Channels(at_once=at_once)
-        between = running_threads()
+        first = started_by_libzmq(before, 2)
         socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
-        started = running_threads() - (between if kv else before)
-        found.append(of_running(os.sched_getscheduler, started))
+        started = started_by_libzmq(before | first, 2) if kv else first
+        found.append({os.sched_getscheduler(each) for each in started})
         socket.close()
         channels.close()
 
