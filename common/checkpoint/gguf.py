@@ -85,7 +85,7 @@ class GgufModel:
 
 
 class GgufFile(GGUFReader):
-    """One GGUF file. Raises ValueError or KeyError if it is damaged."""
+    """A GGUF file. Raises ValueError or KeyError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

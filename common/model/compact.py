@@ -104,7 +104,7 @@ class CompactLinear(nn.Module):
         self._library, self._kept = cpu.library(), list[object]()
         self._type = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self.address = 0
-        """Of ``struct linear``; 0 if torch computes this layer."""
+        """The address of ``struct linear``; 0 if torch computes this layer."""
         if self._library is not None and all(isinstance(part, Panels) for part in parts):
             self.address = self._describe()
 
@@ -292,7 +292,7 @@ class CompactEmbedding(nn.Module):
 
     @property
     def address(self) -> int:
-        """Of ``struct groups``; 0 if torch looks up."""
+        """The address of ``struct groups``; 0 if torch looks rows up."""
         return 0 if self._groups is None else ctypes.addressof(self._groups)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -203,7 +203,7 @@ def test_sentencepiece_tokenizers_are_those_of_sentencepiece() -> None:
 
 
 def test_sentencepiece_tokenizers_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of texts without control tokens and spaces in front: transformers' class puts none in front of a second space."""
+    """The texts have no control tokens and no spaces in front, where transformers' class differs."""
     _, tokens, scores, types = pieces()
     path = write(tmp_path, {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}})
     (path / "tokenizer.model").write_bytes(sentencepiece_model())

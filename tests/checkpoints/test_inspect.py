@@ -178,7 +178,7 @@ def run(hub: FakeHub, folder: Path, *words: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("wanted", [MODEL, f"{MODEL}:F32"])
 def test_with_the_real_client(wanted: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of weights of 10 MB it fetches the first megabyte, of a GGUF file of 15 MB the first five."""
+    """The first megabyte of 10 MB of weights is fetched, and the first five of a GGUF file of 15 MB."""
     (published := tmp_path / "published").mkdir()
     if wanted == MODEL:
         for file in path().glob("*.*"):

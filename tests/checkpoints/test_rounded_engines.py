@@ -114,7 +114,7 @@ def test_what_a_quantized_checkpoint_leaves_whole_is_rounded(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_integer_products_agree_with_exact_ones_on_real_text(quantization: Quantization) -> None:
-    """Of the built-in model's most likely tokens 98 % are the same, and perplexity changes by at most 0.5 %."""
+    """98 % of the built-in model's most likely tokens are the same; perplexity changes by at most 0.5 %."""
     model = open_checkpoint(str(builtin.path()))
     chats, _ = sample(model, 48)
     answers = torch.tensor([token for chat in chats for token in chat.tokens[chat.prompt :]])

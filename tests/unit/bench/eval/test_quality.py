@@ -78,7 +78,7 @@ def test_quality_command_prints_and_saves_figures(
 
 
 def test_integer_products_agree_with_exact_ones(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a quantized checkpoint, ways of computing are compared, not other roundings of the weights."""
+    """A quantized checkpoint is measured with each way of computing, not with other roundings of its weights."""
     out, saved = tmp_path / "int4", tmp_path / "quality.json"
     write_rounded(open_checkpoint(str(builtin.path())), out, 4, 64)
     assert cli.main(["bench", "quality", str(out), "--golden", str(few), "--save", str(saved)]) == 0
