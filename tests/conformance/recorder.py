@@ -1,9 +1,9 @@
 """A reverse proxy that records what passes between clients and the server.
 
 A client's base URL is ``http://127.0.0.1:PORT/at/CHECK`` (``.../v1`` for OpenAI's clients). ``GET /recorded/CHECK``
-returns the exchanges of that check as JSON and forgets them: method, path, request body, status, headers, the
-response's body, the count of pieces in which it arrived, whether the connection broke before its end, and whether the
-client left before it.
+returns the exchanges of that check as JSON and forgets them: method, path, request body, whether Anthropic's client
+sent it, status, headers, the response's body, the count of pieces in which it arrived, whether the connection broke
+before its end, and whether the client left before it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Recorder:
             "method": request.method,
             "path": path,
             "request": sent.decode(),
+            "anthropic": "anthropic-version" in request.headers,
             "broken": False,
             "left": True,
         }

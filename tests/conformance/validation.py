@@ -39,6 +39,13 @@ class _AnthropicErrorBody(BaseModel):
     error: _AnthropicError
 
 
+class _AnthropicModels(BaseModel):
+    data: list[anthropic.types.ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 @cache
 def _schema(name: str) -> jsonschema.Draft202012Validator:
     schemas = json.loads(_SCHEMAS.read_text())
@@ -70,6 +77,9 @@ def check(exchange: dict[str, Any]) -> None:
     assert headers.get("x-request-id"), headers
     if status != 200:
         _check_error(path, json.loads(body))
+    elif exchange["anthropic"] and path.startswith("/v1/models"):
+        kind = _AnthropicModels if path == "/v1/models" else anthropic.types.ModelInfo
+        _adapter(kind).validate_json(body, strict=True)
     elif not headers["content-type"].startswith("text/event-stream"):
         assert headers["content-type"].startswith("application/json"), headers
         _valid(path, _without_first_nulls(json.loads(body)), event=False)
