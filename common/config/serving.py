@@ -22,6 +22,7 @@ from common.config.options import (
     parse_key,
 )
 from common.config.shared import DEFAULT_CONTROL_PORT
+from common.config.telemetry import TelemetryOptions
 from common.core.errors import StartError
 from common.net.hosts import is_loopback
 from common.platform.secret_files import read_secret
@@ -31,8 +32,8 @@ MetricsAccess = Literal["open", "key"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingOptions:
-    """Options of the HTTP API, its limits and keys, and of routing."""
+class ServingOptions(TelemetryOptions):
+    """Options of the HTTP API, its limits and keys, of routing, and of what is reported about requests."""
 
     host: str = option("127.0.0.1", "address on which HTTP listens", TEXT, "network and keys")
     port: int = option(8000, "port on which HTTP listens; 0 picks a free one", PORT, "network and keys")

@@ -1,9 +1,9 @@
 """Log lines on standard error, for people (text) or for programs (JSON, one object per line).
 
 The text form is short because the launcher mixes several processes into one terminal. Values passed as ``extra`` become
-fields of the JSON form. Callers must not log secrets or request contents. One record is one line, whatever its message
-contains, so that a client cannot forge a record by sending a line end. In the text form the lines of a traceback follow
-their record, each behind a mark with which no record begins.
+fields of the JSON form; of these the text form shows ``trace_id``. Callers must not log secrets or request contents.
+One record is one line, whatever its message contains, so that a client cannot forge a record by sending a line end. In
+the text form the lines of a traceback follow their record, each behind a mark with which no record begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MARK = "    | "
 
 
 class TextFormatter(logging.Formatter):
-    """Formats records as ``12:00:00 decode-0 warning: text``; the level is left out for INFO."""
+    """Formats records as ``12:00:00 decode-0 warning: text [trace_id=4bf9]``. The level is left out for INFO, the trace
+    id for records that are not about a request."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -35,6 +36,8 @@ class TextFormatter(logging.Formatter):
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         severity = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
         text = f"{clock} {self.process}{severity}: {record.getMessage().translate(_CONTROL)}"
+        if trace_id := getattr(record, "trace_id", None):
+            text += f" [trace_id={trace_id}]"
         if not record.exc_info:
             return text
         trace = self.formatException(record.exc_info).split("\n")  # an error's text may hold line ends, too

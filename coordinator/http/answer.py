@@ -20,13 +20,15 @@ from coordinator.api.parsed_choice import OutputReading, ParsedChoice
 from coordinator.api.prompt_report import PromptReport
 from coordinator.api.service import ServedModel
 from coordinator.api.shape import Head, Shape
+from coordinator.http.access import RECORDS
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_timeout
-from coordinator.http.middleware import REQUEST_ID, WRITTEN, json_response
+from coordinator.http.middleware import ID_HEADERS, TRACE, WRITTEN, json_response
 from coordinator.http.reply import Reply, StreamReply, WholeReply
 from coordinator.http.sse import KEEPALIVE_S, EventStream
 from coordinator.requests.errors import shutting_down
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import Options
+from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.router import Chains
 from coordinator.text.tokenizer import StopStrings
 
@@ -98,8 +100,9 @@ async def answer(
         # a prompt whose log-probabilities are requested is computed whole, whatever is cached
         scored = sampling.prompt_logprobs is not None
         chains = {} if scored else await model.prefix_chains(packed, options.cache_salt)
-        records.append(_record(services, arrived_at, packed, sampling, chains, options, reply))
+        records.append(_record(services, arrived_at, packed, sampling, chains, options, reply, request[TRACE]))
     reply.expect(records)
+    request[RECORDS] = records
     with services.answers:
         try:
             first_try = request.headers.get(RETRY_COUNT) == "0"
@@ -124,6 +127,7 @@ def _record(
     chains: Chains,
     options: Options,
     reply: Reply,
+    trace: TraceContext,
 ) -> RequestRecord:
     return RequestRecord(
         id=new_request_id(),
@@ -138,6 +142,7 @@ def _record(
         tokenized_at=time.monotonic(),
         deadline_at=arrived_at + services.config.request_timeout,
         open_ended=options.sampling.max_tokens is None and sampling.max_tokens != options.sampling.default_tokens,
+        trace=trace,
     )
 
 
@@ -162,13 +167,9 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
 
 
 def _headers(request: web.Request, reply: Reply) -> dict[str, str]:
-    """Return the ``x-`` headers of a response. The path and the workers are those of the first record."""
+    """Return the headers that depend on the request. The path and the workers are those of its first record."""
     record = reply.records[0]
-    headers = {
-        "x-request-id": request[REQUEST_ID],
-        "x-tandem-path": record.path,
-    }
-    headers |= request.get(EXTRA_HEADERS, {})
+    headers: dict[str, str] = request[ID_HEADERS] | {"x-tandem-path": record.path} | request.get(EXTRA_HEADERS, {})
     if (placement := record.placement) is not None:
         headers["x-tandem-prefill"] = (placement.prefill or placement.decode).hello.name
         headers["x-tandem-decode"] = "none" if record.path == "prefill" else placement.decode.hello.name

@@ -16,7 +16,7 @@ from coordinator.api.fields import JsonBudget, parse_json
 from coordinator.api.service import ServedModel
 from coordinator.cluster.registry import Registry
 from coordinator.http.bodies import Bodies, BodyShare
-from coordinator.http.middleware import REQUEST_ID, announce_reading
+from coordinator.http.middleware import ID_HEADERS, announce_reading
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.server import (
     EXPECTATION,
@@ -26,6 +26,7 @@ from coordinator.http.sse import deliver
 from coordinator.metrics import Metrics
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.spec import Json
+from coordinator.requests.trace_context import TraceSampler
 from coordinator.text.lanes import INLINE_BYTES, is_small
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Services:
     registry: Registry
     metrics: Metrics
     scale: Scale | None = None
+    sampler: TraceSampler = field(default_factory=TraceSampler)
     answers: OpenAnswers = field(default_factory=OpenAnswers)
     bodies: Bodies = field(init=False)
     cuts: RateLimitedLog = field(
@@ -133,7 +135,7 @@ async def _receive(request: web.Request, share: BodyShare) -> bytes:
 
 async def deliver_whole(request: web.Request, response: web.Response) -> web.StreamResponse:
     """Send all of ``response``. Disconnects a client that reads nothing for ``client_timeout``."""
-    response.headers["x-request-id"] = request[REQUEST_ID]
+    response.headers.update(request[ID_HEADERS])
     if EXPECTATION in request:
         response.force_close()  # as in middleware.guard, which sees this response only after it has been sent
     return await deliver(request, response, *read_timeout(request.app[SERVICES]))

@@ -17,6 +17,7 @@ EXPOSED = ", ".join(
     (
         "x-request-id", "request-id", "retry-after", "retry-after-ms", "www-authenticate",
         "x-tandem-path", "x-tandem-prefill", "x-tandem-decode", "x-tandem-ignored", "x-tandem-tools",
+        "traceparent", "tracestate",
     )
 )  # fmt: skip
 """Response headers that a page may read."""

@@ -14,6 +14,7 @@ import hmac
 import logging
 import re
 import secrets
+import time
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
@@ -24,15 +25,20 @@ from common.net.hosts import is_loopback
 from coordinator.api.anthropic_encoder import anthropic_error
 from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import error_body
+from coordinator.http.access import LEFT, log_access
 from coordinator.http.cors import Cors
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.server import EXPECTATION
 from coordinator.requests.errors import RETRY_JITTER, internal
 from coordinator.requests.spec import Json
+from coordinator.requests.trace_context import TRACEPARENT, TRACESTATE, TraceContext, TraceSampler
 
 log = logging.getLogger("tandem.http")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+TRACE = web.RequestKey("trace", TraceContext)
+ID_HEADERS = web.RequestKey("headers with ids", dict[str, str])
+"""Headers of every response: ``x-request-id``, and the trace context if the caller sent one or spans are exported."""
 ANTHROPIC_REQUEST_ID = "request-id"
 """Header in which Anthropic's clients look for the request's id."""
 WRITTEN = web.RequestKey("written", asyncio.Future)
@@ -84,13 +90,24 @@ def _retry_headers(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(-(-delay_ms // 1000)), "retry-after-ms": str(delay_ms)}
 
 
-def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middleware:
+def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog, sampler: TraceSampler) -> Middleware:
     """Return the application's only middleware. ``left`` logs clients that disconnect before their response."""
     gate = _Gate(config, cors)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = _request_id(request)
+        _identify(request, sampler)
+        if not config.access_log:
+            return await guarded(request, handler)
+        began, status = time.monotonic(), LEFT
+        try:
+            response = await guarded(request, handler)
+            status = response.status
+            return response
+        finally:
+            log_access(request, route(request), status, time.monotonic() - began, log_fields(request))
+
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             gate.check_site(request)
             if cors.is_preflight(request):
@@ -113,10 +130,10 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
                 left.add(what, f"499 {what}: the client disconnected")
             raise
         except Exception:
-            log.exception("%s %s failed", request.method, route(request))
+            log.exception("%s %s failed", request.method, route(request), extra=log_fields(request))
             response = error_response(internal(), request)
         if not response.prepared:
-            response.headers["x-request-id"] = request[REQUEST_ID]
+            response.headers.update(request[ID_HEADERS])
             if is_anthropic(request):
                 response.headers[ANTHROPIC_REQUEST_ID] = request[REQUEST_ID]
             if EXPECTATION in request:
@@ -149,9 +166,24 @@ def announce_reading(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
+def _identify(request: web.Request, sampler: TraceSampler) -> None:
+    """Set the ids of ``request``: its own and its place in a trace."""
+    headers = request.headers
+    request[REQUEST_ID] = _request_id(request)
+    trace = sampler.context(headers.getall(TRACEPARENT, ()), headers.getall(TRACESTATE, ()))
+    request[TRACE] = trace
+    shows_trace = sampler.records or trace.parent_id is not None
+    request[ID_HEADERS] = {"x-request-id": request[REQUEST_ID], **(trace.headers() if shows_trace else {})}
+
+
 def _request_id(request: web.Request) -> str:
     given = request.headers.get("X-Request-Id", "")
     return given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+def log_fields(request: web.Request) -> dict[str, str]:
+    """Return the fields of log lines about ``request``."""
+    return {"request_id": request[REQUEST_ID], "trace_id": request[TRACE].trace_id}
 
 
 class _Gate:

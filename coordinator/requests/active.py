@@ -101,7 +101,7 @@ class ActiveRequests:
         try:
             record.client.done(record)
         except Exception:  # the client would wait for ever, and messages that have arrived would stay unread
-            log.exception("the end of an answer could not be written")
+            log.exception("the end of an answer could not be written", extra=record.log_fields)
             record.client.failed(record, internal())
 
     def _expire(self, record: RequestRecord) -> None:

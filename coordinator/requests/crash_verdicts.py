@@ -57,8 +57,11 @@ class CrashVerdicts:
         most = max((len(record.progress.crashes) for record in suspects), default=0)
         foremost = [record for record in suspects if len(record.progress.crashes) == most]
         if len(foremost) == 1 and foremost[0].pending_crash_verdict == worker:
-            names = ", ".join(sorted(foremost[0].progress.crashes))
-            log.warning("request %s is not retried: the workers that served it died (%s)", foremost[0].id.hex(), names)
+            cause, names = foremost[0], ", ".join(sorted(foremost[0].progress.crashes))
+            log.warning(
+                "request %s is not retried: the workers that served it died (%s)", cause.id.hex(), names,
+                extra=cause.log_fields,
+            )  # fmt: skip
             self._active.fail(foremost[0], quarantined())
         self._acquit([record for record in suspects if record.pending_crash_verdict == worker])
 

@@ -16,6 +16,7 @@ from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Logprobs
 from coordinator.requests.state import RequestState
+from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.breakers import Pair
 from coordinator.routing.paths import Path
 from coordinator.routing.router import HORIZON_TOKENS, Chains, Demand, Placement, Promise
@@ -69,6 +70,8 @@ class RequestRecord:
     open_ended: bool = False
     """The client set no output limit: ``sampling.max_tokens`` is what fitted on arrival, and a worker with less room
     may serve the request too."""
+    trace: TraceContext | None = None
+    """The place of the request in a trace; None if it did not come by HTTP."""
     progress: RequestState = field(init=False)
     order: int = 0
     queued: bool = False
@@ -139,6 +142,11 @@ class RequestRecord:
     def interval_s(self) -> float:
         """Median of the last inter-token intervals of a choice, in seconds; 0 before there are two tokens."""
         return median(self.intervals) if self.intervals else 0.0
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The fields of log lines about this request."""
+        return {"trace_id": self.trace.trace_id} if self.trace is not None else {}
 
     def end_wait(self) -> None:
         """Forget why the request waited for workers: it has been placed."""

@@ -82,7 +82,9 @@ class Recovery:
             self._registry.drains(worker)
             self.retry(record, free=True)
             return
-        log.warning("%s failed a request: %s (%s)", worker.hello.name, message.code, message.detail)
+        log.warning(
+            "%s failed a request: %s (%s)", worker.hello.name, message.code, message.detail, extra=record.log_fields
+        )
         if message.code == "transfer_failed" and self._assignments.hand_off_failed(record):
             self.retry(record, delay_s=RETRY_DELAY_S)
         elif message.retriable:

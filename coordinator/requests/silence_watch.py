@@ -56,7 +56,9 @@ class SilenceWatch:
             missed = 0 if record.id in known else record.missed_beats.get(worker.id, 0) + 1
             record.missed_beats[worker.id] = missed
             if missed >= MISSED_BEATS:
-                log.warning("%s does not have a request that was sent to it", worker.hello.name)
+                log.warning(
+                    "%s does not have a request that was sent to it", worker.hello.name, extra=record.log_fields
+                )
                 self._recovery.failed_by(worker, record)
             elif missed:
                 self._ask_for_the_end(worker, record)
@@ -80,7 +82,12 @@ class SilenceWatch:
                 continue
             silence_s = self._loop_lag.silence(record.heard_at, now)
             if silence_s > max(least_s, STALL_INTERVALS * record.interval_s, STALL_STEPS * beat.longest_ms / 1000):
-                log.warning("%s has sent no tokens of a stream for %.1f s", worker.hello.name, silence_s)
+                log.warning(
+                    "%s has sent no tokens of a stream for %.1f s",
+                    worker.hello.name,
+                    silence_s,
+                    extra=record.log_fields,
+                )
                 self._recovery.failed_by(worker, record)
 
     def forget(self, worker: Incarnation) -> None:

@@ -87,8 +87,9 @@ class TokenStream:
             return
         if isinstance(news, Contradiction):
             log.warning(
-                "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index]
-            )
+                "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index],
+                extra=record.log_fields,
+            )  # fmt: skip
             self._recovery.failed_by(worker, record)
             return
         if isinstance(news, Gap):
@@ -113,7 +114,7 @@ class TokenStream:
 
     def _spoiled(self, record: RequestRecord) -> None:
         """End a request whose client has raised an error; called in the handler of that error."""
-        log.exception("an answer could not be written")
+        log.exception("an answer could not be written", extra=record.log_fields)
         self._active.fail(record, internal())
 
     def _note_progress(self, worker: WorkerHandle, record: RequestRecord, count: int, now: float) -> None:

@@ -224,6 +224,10 @@ RESPONSE_HEADERS = (
         "Fields of the body that the server does not know or that have no effect, and keywords of tools' schemas "
         "that are left out.",
     ),
+    (
+        "`traceparent`, `tracestate`",
+        "The trace of the request and its server span, if the client sent a `traceparent` or traces are exported.",
+    ),
     ("`Retry-After`", "Seconds until a place is expected, with 429 and 503."),
 )  # fmt: skip
 
