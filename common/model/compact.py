@@ -65,6 +65,7 @@ class CompactLinear(nn.Module):
     With an ``activation`` the weight [2n, in] has a gate's rows before those of the values, and the result has n
     columns: ``activation(gate) * values``. ``parts``: the weights whose rows follow each other, of any formats; with an
     activation, the gate and the values. Only products with codes that are integers can be rounded: others are exact.
+    Joined layers may be exact in part.
     """
 
     def __init__(
@@ -74,28 +75,35 @@ class CompactLinear(nn.Module):
         super().__init__()
         parts = [weight] if activation is None else _halves(weight)
         sizes = [part.shape[0] for part in parts]
-        self._set(parts, [None] * len(parts) if bias is None else list(bias.split(sizes)), dtype, exact, activation)
+        biases = [None] * len(parts) if bias is None else list(bias.split(sizes))
+        self._set(parts, biases, dtype, [exact] * len(parts), activation)
 
     @classmethod
     def joined(
         cls, weights: Sequence[Part], biases: Sequence[torch.Tensor | None], dtype: torch.dtype, *,
-        exact: bool, activation: str | None = None,
+        exact: bool | Sequence[bool], activation: str | None = None,
     ) -> CompactLinear:  # fmt: skip
         """Return the layer of all rows of ``weights`` (at most :data:`MOST_PARTS`; with an activation, the gate and the
-        values), one after the other. A missing bias is 0."""
+        values), one after the other. A missing bias is 0. Products with all weights are ``exact``, or those with
+        each."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._set(weights, biases, dtype, exact, activation)
+        layer._set(weights, biases, dtype, [exact] * len(weights) if isinstance(exact, bool) else exact, activation)
         return layer
 
+    def made_exact(self) -> CompactLinear:
+        """Return the same layer with exact products; it shares the weights."""
+        return CompactLinear.joined(self.parts, self.biases, self.weight.dtype, exact=True, activation=self.activation)
+
     def _set(
-        self, weights: Sequence[Part], biases: Sequence[torch.Tensor | None], dtype: torch.dtype, exact: bool,
-        activation: str | None,
+        self, weights: Sequence[Part], biases: Sequence[torch.Tensor | None], dtype: torch.dtype,
+        exact: Sequence[bool], activation: str | None,
     ) -> None:  # fmt: skip
         parts, rows = [pack(weight) for weight in weights], [weight.shape[0] for weight in weights]
         if len(parts) > MOST_PARTS or (activation and (len(parts) != 2 or rows[0] != rows[1])):
             raise ValueError(f"{len(parts)} weights of {rows} rows cannot be joined")
-        self.exact, self.activation, self.parts = exact, activation, parts
+        self.exact, self.activation, self.parts = list(exact), activation, parts
+        """``exact``: whether the products with each part are."""
         self.biases = [None if each is None else each.detach().to(dtype).clone() for each in biases]
         self.in_features = parts[0].shape[1]
         self.out_features = rows[0] if activation else sum(rows)
@@ -111,13 +119,13 @@ class CompactLinear(nn.Module):
     def _describe(self) -> int:
         """Make the C structures, and return the address of ``struct linear``."""
         after: cpu.Groups | None = None
-        for part, bias in reversed(list(zip(self.parts, self.biases, strict=True))):
+        for part, bias, exact in reversed(list(zip(self.parts, self.biases, self.exact, strict=True))):
             assert isinstance(part, Panels)
             padded = None
             if bias is not None:
                 padded = torch.zeros(-(-part.shape[0] // PANEL) * PANEL)
                 padded[: part.shape[0]] = bias.float()
-            after = described(part, self.exact, padded, after)
+            after = described(part, exact, padded, after)
             self._kept += [after, padded]
         assert after is not None
         code = linears.ACTIVATIONS[self.activation] if self.activation else 0
@@ -153,7 +161,7 @@ class CompactLinear(nn.Module):
     def rounds(self) -> bool:
         """Whether it rounds activations for at least one of its weights."""
         codings = (part.stated["coding"] if isinstance(part, Panels) else part.coding for part in self.parts)
-        return not self.exact and "int" in codings
+        return any(coding == "int" and not exact for coding, exact in zip(codings, self.exact, strict=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.rows(x.reshape(-1, self.in_features))
@@ -185,7 +193,8 @@ class CompactLinear(nn.Module):
 
     def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.weight.dtype
-        out = torch.cat([_product(unpack(part), x.to(dtype), self.exact) for part in self.parts], 1)
+        parts = zip(self.parts, self.exact, strict=True)
+        out = torch.cat([_product(unpack(part), x.to(dtype), exact) for part, exact in parts], 1)
         if (bias := self.bias) is not None:
             out = out + bias
         if self.activation:
@@ -195,7 +204,8 @@ class CompactLinear(nn.Module):
 
     def extra_repr(self) -> str:
         formats = ", ".join(dict.fromkeys(part.source or f"{part.bits} bits" for part in self.parts))
-        return f"{self.in_features}, {self.out_features}, {formats}, {'exact' if self.exact else 'integer'}"
+        products = ", ".join(dict.fromkeys("exact" if exact else "integer" for exact in self.exact))
+        return f"{self.in_features}, {self.out_features}, {formats}, {products}"
 
 
 def _halves(weight: Part) -> list[Part]:

@@ -58,7 +58,7 @@ def all_logits(engine: ModelEngine, ids: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.05), ("int4", 0.5)])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.06), ("int4", 0.5)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_models_are_near_the_whole_one(
     kind: str, quantization: str, most: float, engine_of: Callable[..., ModelEngine]
@@ -70,6 +70,7 @@ def test_rounded_models_are_near_the_whole_one(
     assert 0 < off < most
     (note,) = (note for note in small.notes if "stay quantized" in note)
     assert f"in {quantization} in groups of 64" in note and "integer" in note
+    assert small.model.get_output_embeddings().exact == [True], "logits need activations as they are"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3-moe"])

@@ -17,6 +17,7 @@ from common.kernels import cpu
 from common.model.compact import CompactEmbedding, CompactLinear
 from common.model.layers import FusedLayer, fuse_layers
 from common.model.load import load_model
+from common.model.round_linears import keep_exact
 from common.quantization.weight import QuantizedWeight, quantize
 from tests.unit.common.kernels.test_layers import AT_ONCE, OPTIONS, chunk_beside_decode
 
@@ -57,7 +58,10 @@ def compacted(model: Any, dtype: torch.dtype, exact: bool, embedding: bool = Tru
 
 
 def load(path: Path, dtype: str, exact: bool) -> Any:
-    return compacted(load_model(open_checkpoint(str(path)), dtype), getattr(torch, dtype), exact)
+    model = compacted(load_model(open_checkpoint(str(path)), dtype), getattr(torch, dtype), exact)
+    if not exact:
+        keep_exact(model)
+    return model
 
 
 @pytest.mark.sampled
@@ -73,7 +77,9 @@ def test_layers_of_several_formats_are_fused(
     for layer, part in zip(model.model.layers, alone, strict=True):
         assert isinstance(layer, FusedLayer) and isinstance(layer.qkv, CompactLinear)
         assert layer.qkv.parts[0] is part and len(layer.qkv.parts) == 3  # no copy of the weights
-        assert layer.qkv.exact is exact
+        assert layer.qkv.exact == [exact, exact, True], "values are not multiplied by rounded activations"
+        assert layer.out.exact == [exact]
+    assert model.lm_head.exact == [True]
 
 
 def test_a_layer_with_some_plain_linears(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
