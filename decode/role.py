@@ -27,7 +27,19 @@ from common.core.request import FinishReason, Request
 from common.core.sequence import Batch, Sequence, TokenLogprobs
 from common.engine.scheduler import Sampled
 from common.kv.layout import converts
-from common.net.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing, Welcome
+from common.net.messages import (
+    Abort,
+    Commit,
+    Generate,
+    Hello,
+    Measure,
+    PromptChunk,
+    Resend,
+    Reserve,
+    Timing,
+    Welcome,
+)
+from common.worker.chunk_times import ChunkTimes
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
 from common.worker.report import HandoffCounts
@@ -53,7 +65,7 @@ READING_S = 0.002
 @dataclass(slots=True)
 class _AttemptRecord:
     """Timestamps of one (request, attempt) in seconds, and the ids of its sequences that still run. ``local``: whether
-    its prompt is computed here. ``figures``: timings that prefill sent with the KV."""
+    its prompt is computed here, in steps at ``chunks``. ``figures``: timings that prefill sent with the KV."""
 
     arrived_at: float
     local: bool
@@ -61,6 +73,7 @@ class _AttemptRecord:
     started_at: float = 0.0
     landed_at: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
+    chunks: ChunkTimes = field(default_factory=ChunkTimes)
 
 
 class DecodeWorker(Worker):
@@ -72,6 +85,9 @@ class DecodeWorker(Worker):
         self._records: dict[TransferId, _AttemptRecord] = {}
         self._unstarted: set[TransferId] = set()
         """Transfers for which no step has computed anything here yet."""
+        self._computing: set[TransferId] = set()
+        """Transfers whose prompt is being computed here."""
+        self._step_at = 0.0
         self._output_history = OutputHistory()
         self.reservations = Reservations(self.cache)
         self.chunks = ChunkBudget()
@@ -147,6 +163,7 @@ class DecodeWorker(Worker):
     def _end(self, transfer: TransferId) -> bool:
         """Forget a transfer's state; False if it is unknown."""
         self._unstarted.discard(transfer)
+        self._computing.discard(transfer)
         return self._records.pop(transfer, None) is not None
 
     def _most_tokens(self, request: Request) -> int:
@@ -278,6 +295,7 @@ class DecodeWorker(Worker):
         return any(not it.streams and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
     def before_step(self, batch: Batch, now: float) -> None:
+        self._step_at = now
         if self.step_times.longest:
             self.receiver.away(self.step_times.expect(batch.length, batch.attended))
         for segment in batch.segments if self._unstarted else ():
@@ -286,17 +304,25 @@ class DecodeWorker(Worker):
                 self._unstarted.remove(transfer)
                 record = self._records[transfer]
                 record.started_at = now
-                if not record.local:
+                if record.local:
+                    self._computing.add(transfer)
+                else:
                     waited_ms = (now - record.landed_at) * 1000
                     self._time(segment.sequence, {**record.figures, "decode_wait_ms": waited_ms})
 
     def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
         self.chunks.took(batch, self.step_times.last)
+        for segment in batch.segments if self._computing else ():
+            if segment.sequence.id.transfer in self._computing:
+                record = self._records[segment.sequence.id.transfer]
+                record.chunks.add(self._step_at - record.started_at, now - self._step_at, segment.length)
         writer = TokenSpanEncoder()
         for sample in samples:
             sequence = sample.sequence
-            if sequence.computed == sequence.prompt_length and self._records[sequence.id.transfer].local:
-                self._time_prompt(sequence, now)
+            if sequence.id.transfer in self._computing:
+                self._computing.remove(sequence.id.transfer)
+                if sequence.computed == sequence.prompt_length:
+                    self._time_prompt(sequence, now)
             if sequence.end_unsampled() is not FinishReason.RUNNING:
                 self._end_unsampled(sequence, writer)
             elif sequence.siblings:
@@ -353,10 +379,10 @@ class DecodeWorker(Worker):
             "prefill_ms": (now - record.started_at) * 1000,
             "cached_tokens": float(self.planner.table(sequence).cached_tokens),
         }
-        self._time(sequence, values)
+        self._time(sequence, values, record.chunks.reported())
 
-    def _time(self, sequence: Sequence, values: dict[str, float]) -> None:
-        self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
+    def _time(self, sequence: Sequence, values: dict[str, float], chunks: tuple[PromptChunk, ...] = ()) -> None:
+        self.membership.send(Timing(sequence.request.id, sequence.attempt, values, chunks=chunks))
 
     def _send(self, writer: TokenSpanEncoder) -> None:
         for message in writer.messages():

@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import KeysView
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +32,7 @@ from common.kv.storage.cuda import CudaMemory
 from common.kv.storage.device_calls import Event
 from common.kv.table import BlockTable
 from common.net.messages import Abort, Generate, Measure, Measured, Prefill, Resend, Timing, Welcome
+from common.worker.chunk_times import ChunkTimes
 from common.worker.loop import Worker
 from common.worker.output_history import OutputHistory
 from common.worker.report import HandoffCounts
@@ -51,12 +52,13 @@ BUDGET_S = 0.001
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt held by this worker, with its timestamps in seconds. ``first`` is set once the prompt is computed;
-    ``table`` is set while its blocks are kept only for the hand-off."""
+    """A prompt held by this worker, with its timestamps in seconds. ``first`` is set once the prompt is computed, in
+    steps at ``chunks``; ``table`` is set while its blocks are kept only for the hand-off."""
 
     sequence: Sequence
     arrived_at: float
     started_at: float = 0.0
+    chunks: ChunkTimes = field(default_factory=ChunkTimes)
     first: FirstTokens | None = None
     table: BlockTable | None = None
 
@@ -73,7 +75,7 @@ class PrefillWorker(Worker):
         self._batch = Batch((), ())
         self._ended: list[Shipped | SendFailed] = []
         self._output_history = OutputHistory()
-        self._looked_at = 0.0
+        self._step_at = self._looked_at = 0.0
         self._last_event: Event | None = None
         self.sender = Sender(
             self.channels,
@@ -168,7 +170,7 @@ class PrefillWorker(Worker):
         for segment in batch.segments:
             prompt = self._prompts[segment.sequence.id.transfer]
             prompt.started_at = prompt.started_at or now
-        self._batch = batch
+        self._batch, self._step_at = batch, now
 
     def _on_layer(self, layer: int) -> None:
         """Send what the running step has computed up to ``layer``, which is now in the pool, while the next layer is
@@ -209,6 +211,10 @@ class PrefillWorker(Worker):
 
     def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
         """Send the first tokens of completed prompts to the coordinator before anything else, then hand over the KV."""
+        for segment in batch.segments:
+            computing = self._prompts.get(segment.sequence.id.transfer)
+            if computing is not None and computing.first is None:
+                computing.chunks.add(self._step_at - computing.started_at, now - self._step_at, segment.length)
         writer = TokenSpanEncoder()
         ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
         for sample in samples:
@@ -225,7 +231,8 @@ class PrefillWorker(Worker):
                 tuple(to_wire(entry) for entry in sample.logprobs),
                 figures,
             )
-            self.membership.send(Timing(transfer.request, transfer.attempt, figures))
+            chunks = prompt.chunks.reported()
+            self.membership.send(Timing(transfer.request, transfer.attempt, figures, chunks=chunks))
             for choice in choices:
                 writer.add(choice, max(0, choice.output_length - 1))
             ready.append((transfer, choices, prompt.first))

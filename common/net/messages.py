@@ -27,7 +27,7 @@ from common.core.request import MAX_LOGPROBS, Id, Request
 from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 
-PROTOCOL = 14
+PROTOCOL = 15
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -42,6 +42,8 @@ MAX_SPANS = 2048
 MAX_PROMPT_ENTRIES = 1 << 11
 """Most log-probabilities of one PromptLogprobs message. The coordinator writes them as JSON in its event loop, which
 takes about a microsecond each."""
+MAX_CHUNKS = 64
+"""Most chunks of a prompt that a Timing reports; a worker merges more."""
 MAX_HELD = 1 << 14
 """Most requests that one worker can report."""
 MAX_KEYS = 1 << 14
@@ -197,19 +199,31 @@ class PromptLogprobs(Message, tag="prompt_logprobs"):
     top: PromptColumn
 
 
+class PromptChunk(Message):
+    """``tokens`` of a prompt that were computed together, in a step that began ``start_ms`` after the first one and
+    took ``ms``. ``steps`` is more than 1 if several steps, and the time between them, were merged to one."""
+
+    start_ms: Figure
+    ms: Figure
+    tokens: Count
+    steps: Count = 1
+
+
 class Timing(Message, tag="timing"):
     """Figures that a worker measured about one request; the suffix of a name is its unit (ms, bytes, tokens).
 
-    Prefill sends queue_ms, prefill_ms and cached_tokens just before token 1, and transfer_ms, transfer_exposed_ms and
-    kv_bytes once decode has accepted. Decode sends decode_wait_ms with its first step and repeats those that prefill
-    sent before token 1, since decode's whole answer can overtake prefill's messages, which take another connection.
-    ``link`` is the transport used, "" for none.
+    The worker that computes a prompt sends queue_ms, prefill_ms and cached_tokens just before token 1, with the
+    ``chunks`` in which the prompt was computed. Prefill sends transfer_ms, transfer_exposed_ms and kv_bytes once decode
+    has accepted. Decode sends decode_wait_ms with its first step and repeats those that prefill sent before token 1,
+    since decode's whole answer can overtake prefill's messages, which take another connection. ``link`` is the
+    transport used, "" for none.
     """
 
     request: Id
     attempt: Count
     values: Values
     link: Short = ""
+    chunks: Annotated[tuple[PromptChunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)] = ()
 
 
 class RequestFailed(Message, tag="failed"):

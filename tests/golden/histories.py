@@ -24,6 +24,8 @@ SPACING = 16
 PROTOCOL_SHOWN = 12
 """Shown in each Hello in place of the protocol's number: to raise that alone changes no history, and ``wire.json`` has
 it."""
+TIMING_SHOWN = 4
+"""Number of fields of a Timing that are shown. Later ones only report, and ``wire.json`` has them."""
 SAMPLING_SHOWN = 17
 """Number of sampling parameters that are always shown. Later ones are if they are set: to add one changes no history,
 and ``wire.json`` has it."""
@@ -41,6 +43,8 @@ def recorded() -> Iterator[Lines]:
             tag, *fields = msgspec.msgpack.decode(parts[0])
             if tag == "hello":
                 fields[0] = PROTOCOL_SHOWN
+            elif tag == "timing":
+                del fields[TIMING_SHOWN:]
         else:
             header, payload = parts
             tag, fields = "frame", [header, len(payload), hashlib.blake2b(payload, digest_size=6).hexdigest()]
