@@ -57,7 +57,7 @@ class MessagesShape:
     keepalive = named_event("ping", {})
 
     def __init__(self, head: Head, max_tokens: int, *, omits_thinking: bool = False) -> None:
-        self._head, self._max_tokens, self._omits_thinking = head, max_tokens, omits_thinking
+        self.head, self._max_tokens, self._omits_thinking = head, max_tokens, omits_thinking
         self._reader = BlockReader()
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -113,14 +113,14 @@ class MessagesShape:
 
     def _message(self, usage: Usage) -> Json:
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "type": "message",
             "role": "assistant",
-            "model": self._head.model,
+            "model": self.head.model,
             "content": list(map(self._content, self._reader.blocks)),
             **self._stop,
             "usage": _usage(usage),
-            "system_fingerprint": self._head.system_fingerprint,
+            "system_fingerprint": self.head.system_fingerprint,
         }
 
     def _content(self, block: Block) -> Json:

@@ -53,7 +53,7 @@ class ChatShape(ChunkStream):
     """The shape of POST /v1/chat/completions."""
 
     def __init__(self, head: Head, options: Options, names: TokenNames) -> None:
-        self._head, self._options, self._names = head, options, names
+        self.head, self._options, self._names = head, options, names
         self._chunks = _Chunks("chat.completion.chunk", head, options.include_usage)
 
     def keep(self, choice: Choice, piece: Piece) -> None:
@@ -61,7 +61,7 @@ class ChatShape(ChunkStream):
             choice.keep_logprobs({"content": [chat_logprob(self._names, piece.token, piece.logprobs)]})
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
-        body = self._head.json("chat.completion")
+        body = self.head.json("chat.completion")
         body["choices"] = [self._choice(choice) for choice in choices]
         body["usage"] = usage.json()
         if self._options.return_token_ids:
@@ -123,7 +123,7 @@ class CompletionShape(ChunkStream):
     """The shape of POST /v1/completions. ``echoes``: the prompt text per choice if ``echo`` is set, else empty."""
 
     def __init__(self, head: Head, options: Options, names: TokenNames, echoes: Sequence[str]) -> None:
-        self._head, self._options, self._names, self._echoes = head, options, names, echoes
+        self.head, self._options, self._names, self._echoes = head, options, names, echoes
         self._chunks = _Chunks("text_completion", head, options.include_usage)
 
     def keep(self, choice: Choice, piece: Piece) -> None:
@@ -132,7 +132,7 @@ class CompletionShape(ChunkStream):
         choice.sent_chars += len(piece.text)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
-        body = self._head.json("text_completion")
+        body = self.head.json("text_completion")
         body["choices"] = [self._choice(choice) for choice in choices]
         body["usage"] = usage.json()
         return body

@@ -35,7 +35,7 @@ class ResponsesShape:
     def __init__(
         self, head: Head, echo: Mapping[str, msgspec.Raw], names: TokenNames, *, summary: bool = False
     ) -> None:
-        self._head, self._echo, self._summary = head, echo, summary
+        self.head, self._echo, self._summary = head, echo, summary
         self._reader = BlockReader()
         self._tokens = TextLogprobs(names)
         self._entries = b""
@@ -176,28 +176,28 @@ class ResponsesShape:
         incomplete = self._status == "incomplete"
         output = [] if self._status == "in_progress" else [self._item(block, False) for block in self._reader.blocks]
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "object": "response",
-            "created_at": self._head.created,
+            "created_at": self.head.created,
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "status": self._status,
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
             "max_tool_calls": None,
-            "model": self._head.model,
+            "model": self.head.model,
             "output": output,
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,
-            "system_fingerprint": self._head.system_fingerprint,
+            "system_fingerprint": self.head.system_fingerprint,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             **self._echo,
         }
 
     def _id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._head.id.removeprefix('resp_')}{block.index:04x}"
+        return f"{_PREFIXES[block.kind]}_{self.head.id.removeprefix('resp_')}{block.index:04x}"
 
     def _item(self, block: Block, opened: bool) -> Json:
         """Return ``block`` as an output item, empty if it was just ``opened``."""

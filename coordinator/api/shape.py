@@ -58,6 +58,7 @@ class Head:
 class Shape(Protocol):
     """The encoder of one kind of response. Chunks are complete server-sent events. ``extra``: members to add."""
 
+    head: Head
     needs_pieces: bool
     """Whether :meth:`keep` must be called for each token of a non-streaming response, not only for those with
     log-probabilities."""

@@ -35,6 +35,10 @@ class AbsentWorkers:
     def __iter__(self) -> Iterator[tuple[WorkerName, Absence]]:
         return iter(self._absences.items())
 
+    def get(self, name: WorkerName) -> Absence | None:
+        """Return the absence of the worker of that name; None if it is not listed."""
+        return self._absences.get(name)
+
     def left(self, name: WorkerName, why: str, now_s: float) -> None:
         """Note that a worker said Goodbye for the reason ``why``."""
         if why not in (DRAINED, STOPPED):

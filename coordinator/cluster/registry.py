@@ -10,7 +10,7 @@ reason in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -132,6 +132,8 @@ class Registry:
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._last: dict[Role, Hello] = {}
         """For each role, the Hello of the worker that was lost last, if its connection broke (it did not leave)."""
+        self.on_drain: Callable[[WorkerHandle], None] = lambda worker: None
+        """Called when a worker accepts no new requests any more."""
         self.absent = AbsentWorkers()
         self.loop_lag = LoopLag(self.times.sweep_s)
         self.unresponsive = UnresponsiveWorkers(self.times.lease_s, self.loop_lag)
@@ -267,6 +269,7 @@ class Registry:
         """Note that the worker accepts no new requests. Idempotent."""
         if worker.ready:
             worker.move(WorkerState.DRAINING)
+            self.on_drain(worker)
 
     def cached(self, worker: WorkerHandle, message: Cached) -> None:
         """Update the prefix keys that the worker's cache holds; raises ValueError if the message contains a partial

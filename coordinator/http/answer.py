@@ -22,12 +22,13 @@ from coordinator.api.service import ServedModel
 from coordinator.api.shape import Head, Shape
 from coordinator.http.access import RECORDS
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_timeout
-from coordinator.http.middleware import ID_HEADERS, TRACE, WRITTEN, json_response
+from coordinator.http.middleware import ID_HEADERS, REQUEST_ID, TRACE, WRITTEN, json_response, route
 from coordinator.http.reply import Reply, StreamReply, WholeReply
 from coordinator.http.sse import KEEPALIVE_S, EventStream
 from coordinator.requests.errors import shutting_down
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import Options
+from coordinator.requests.timeline import Timeline
 from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.router import Chains
 from coordinator.text.tokenizer import StopStrings
@@ -101,6 +102,8 @@ async def answer(
         scored = sampling.prompt_logprobs is not None
         chains = {} if scored else await model.prefix_chains(packed, options.cache_salt)
         records.append(_record(services, arrived_at, packed, sampling, chains, options, reply, request[TRACE]))
+    for number, record in enumerate(records):
+        record.timeline = _timeline(request, shape, arrived_at, number, options)
     reply.expect(records)
     request[RECORDS] = records
     with services.answers:
@@ -143,6 +146,18 @@ def _record(
         deadline_at=arrived_at + services.config.request_timeout,
         open_ended=options.sampling.max_tokens is None and sampling.max_tokens != options.sampling.default_tokens,
         trace=trace,
+    )
+
+
+def _timeline(request: web.Request, shape: Shape, arrived_at: float, number: int, options: Options) -> Timeline:
+    """Return the timeline of the record ``number`` of an HTTP request."""
+    return Timeline(
+        id=f"{shape.head.id}.{number}" if number else shape.head.id,
+        request_id=request[REQUEST_ID],
+        trace_id=request[TRACE].trace_id,
+        endpoint=route(request),
+        stream=options.stream,
+        arrived_unix_s=time.time() - (time.monotonic() - arrived_at),
     )
 
 

@@ -1,8 +1,8 @@
 """The admitted requests that have not ended.
 
-Owns the records by request id, the deadline timers and the only way to an end: done, aborted or failed, each with
-everything that the request held released. Also moves requests into and out of the queue, so that the queue, admission
-and the pings agree. Does not know how requests are placed or what workers send.
+Owns the records by request id, the timelines, the deadline timers and the only way to an end: done, aborted or failed,
+each with everything that the request held released. Also moves requests into and out of the queue, so that the queue,
+admission and the pings agree. Does not know how requests are placed or what workers send.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from coordinator.requests.queue import RequestQueue
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.residence import Running
 from coordinator.requests.state import State
+from coordinator.requests.timeline import Timelines
 
 log = logging.getLogger("tandem.dispatch")
 
@@ -42,6 +43,7 @@ class ActiveRequests:
         clock: Callable[[], float],
     ) -> None:
         self.records: dict[bytes, RequestRecord] = {}
+        self.timelines = Timelines()
         self._admission, self._metrics = admission, metrics
         self._queue, self._timer, self._pings, self._assignments = queue, timer, pings, assignments
         self._loop, self._clock = loop, clock
@@ -59,6 +61,7 @@ class ActiveRequests:
         self.records[record.id] = record
         record.timer = self._loop.call_later(record.deadline_at - now, self._expire, record)
         self._queue.push(record)
+        self.timelines.open(record.timeline, record)
 
     def leave_queue(self, record: RequestRecord, *, placed: bool) -> None:
         """Note that a queued request waits no longer, because it is placed or has ended."""
@@ -83,6 +86,7 @@ class ActiveRequests:
     def fail(self, record: RequestRecord, error: RequestError) -> None:
         """End the request with an error that is sent to the client. Idempotent."""
         if not record.progress.over:
+            record.timeline.error = error.message
             self._end(record, State.FAILED, send_abort=True)
             self._metrics.ended(record, "failed")
             record.client.failed(record, error)
@@ -130,6 +134,7 @@ class ActiveRequests:
             self._assignments.abort(record.progress.workers, Abort(record.id, record.progress.attempt))
         record.progress.move(state)
         record.finished_at = self._clock()
+        self.timelines.end(record.timeline, record.finished_at)
         self._assignments.release(record)
         if record.timer is not None:
             record.timer.cancel()

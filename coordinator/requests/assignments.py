@@ -86,10 +86,11 @@ class Assignments:
         return list(self._on.pop(worker, {}).values())
 
     def hand_off_accepted(self, record: RequestRecord) -> bool:
-        """Report the accepted hand-off of a request that is decoding to the circuit breaker of its pair, once. Return
-        whether that closes the breaker."""
+        """Report the accepted hand-off of a request that is decoding to the circuit breaker of its pair and to its
+        timeline, once. Return whether that closes the breaker."""
         if record.pair is None or record.progress.state is not State.DECODING:
             return False
+        record.timeline.land(self._gateway.clock())
         closes = self._breakers.succeeded(record.pair)
         record.pair = None
         return closes

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from common.core.ids import Incarnation
+from coordinator.cluster.events import Loss
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests.active import ActiveRequests
 from coordinator.requests.errors import given_up, quarantined
@@ -42,7 +43,7 @@ class CrashVerdicts:
             record.pending_crash_verdict = worker.id
         for record in records:
             free = record.id in dead_before or record.progress.on_worker_unconfirmed(worker.id)
-            self._recovery.retry(record, free=free)
+            self._recovery.retry(record, worker, Loss.MISSING.value, free=free)
         self._pings.ask(records)
 
     def worker_died(self, worker: Incarnation) -> None:

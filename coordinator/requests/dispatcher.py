@@ -26,6 +26,7 @@ from coordinator.cluster.events import Loss
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.link_trials import LinkTrials
 from coordinator.cluster.registry import Registry, WorkerHandle
+from coordinator.cluster.worker_log import WorkerLog
 from coordinator.metrics import Metrics
 from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import Admission
@@ -65,6 +66,8 @@ class Dispatcher:
         self._link_trials = LinkTrials(gateway)
         self.link_stats = self._link_trials.stats
         self.draining = False
+        self.worker_log = WorkerLog()
+        self.registry.on_drain = self.worker_log.draining
         self.queue_pressure: QueuePressure | None = None
         """Set if a launcher wants to be informed of queue pressure."""
         self._clock = gateway.clock
@@ -86,7 +89,7 @@ class Dispatcher:
         self._stream = TokenStream(
             gateway, router, metrics, self._active, self._assignments, self._recovery, self._timer
         )
-        self.records = self._active.records
+        self.records, self.timelines = self._active.records, self._active.timelines
         admission.running = self._active.running
         self._ticks: asyncio.TimerHandle | None = None
         self._leases_due = 0.0
@@ -146,7 +149,13 @@ class Dispatcher:
 
     # -- events from workers --------------------------------------------------------------------------------------
 
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of output tokens that were accepted from workers."""
+        return self._stream.accepted
+
     def on_worker_joined(self, worker: WorkerHandle) -> None:
+        self.worker_log.joined(worker)
         self.on_worker_reconnected(worker.id)
         self._limits.worker_joined()
         self._link_trials.begin(worker)
@@ -162,16 +171,19 @@ class Dispatcher:
         answered a Ping, and requests suspected of crashing this worker and others before it wait until its death is
         confirmed or refuted.
         """
+        self.worker_log.lost(worker, how.value)
         records = self._requests_lost_with(worker)
         if how is not Loss.MISSING:
             for record in records:
-                self._recovery.retry(record, free=how is Loss.RECONNECTED and record.progress.disconnected())
+                free = how is Loss.RECONNECTED and record.progress.disconnected()
+                self._recovery.retry(record, worker, how.value, free=free)
         elif records:
             self._crashes.worker_missing(worker, records)
         self._pings.complete()  # the worker that is gone may have been the last one to answer
         self._timer.soon()
 
     def on_worker_died(self, worker: Incarnation) -> None:
+        self.worker_log.died(worker)
         self._crashes.worker_died(worker)
 
     def on_worker_reconnected(self, worker: Incarnation) -> None:
@@ -179,8 +191,10 @@ class Dispatcher:
 
     def on_worker_left(self, worker: WorkerHandle) -> None:
         """Retry the requests that the worker has not finished, without charging their retry budgets."""
+        absence = self.registry.absent.get(worker.hello.name)
+        self.worker_log.left(worker, "it has drained, or was stopped" if absence is None else absence.why)
         for record in self._requests_lost_with(worker):
-            self._recovery.retry(record, free=True)
+            self._recovery.retry(record, worker, "it has left", free=True)
         self._timer.soon()
 
     def _requests_lost_with(self, worker: WorkerHandle) -> list[RequestRecord]:

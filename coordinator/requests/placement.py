@@ -13,7 +13,7 @@ import msgspec
 
 from common.core.errors import InvariantBroken
 from common.core.request import Request, SamplingParams
-from common.net.messages import Generate, Prefill, Reserve
+from common.net.messages import Generate, Message, Prefill, Reserve
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.peers import introduce
 from coordinator.cluster.registry import WorkerHandle
@@ -29,14 +29,18 @@ from coordinator.routing.router import Demand, NoWorkers, Placement, Router, Wai
 
 
 class _Stays(NamedTuple):
-    """The decision that a request stays in the queue. ``ends_pass``: later requests must not overtake it.
-    ``workerless``: whether a role has no worker at all; None if that was not looked at."""
+    """The decision that a request stays in the queue because of ``why``. ``ends_pass``: later requests must not
+    overtake it. ``workerless``: whether a role has no worker at all; None if that was not looked at."""
 
+    why: str
     ends_pass: bool
     workerless: bool | None = None
 
 
-_SKIP, _END = _Stays(ends_pass=False), _Stays(ends_pass=True)
+_ON_TRIAL = _Stays("a worker that computed it may have crashed; waiting until that is known", ends_pass=False)
+_PINGED = _Stays("waiting for the other workers to answer a ping", ends_pass=True)
+_DELAYED = _Stays("waiting before the retry", ends_pass=False)
+_OVER_BUDGET = _Stays("too many requests are being retried", ends_pass=False)
 
 
 class Placer:
@@ -79,6 +83,7 @@ class Placer:
                     self._place(record, decision)
                     record.end_wait()
                     continue
+                record.timeline.wait(now, decision.why)
                 if decision.workerless is not None:
                     workerless = decision.workerless
                 moments.append(record.not_before)
@@ -96,27 +101,30 @@ class Placer:
     def _decide(self, record: RequestRecord, now: float) -> Placement | _Stays:
         """Return where the request goes now, or that it stays in the queue."""
         if record.pending_crash_verdict is not None:
-            return _SKIP
+            return _ON_TRIAL
         if record.not_before > now and self._pings.awaited_by(record):
-            return _END
-        if record.progress.attempt and (
-            record.not_before > now or not self._assignments.budget.allows(len(self._active.records))
-        ):
-            return _SKIP
+            return _PINGED
+        if record.progress.attempt:
+            if record.not_before > now:
+                return _DELAYED
+            if not self._assignments.budget.allows(len(self._active.records)):
+                return _OVER_BUDGET
         verdict = self._router.place(self._demand(record))
         if isinstance(verdict, Wait) and not self._router.could_serve(record.demand()):
             record.unplaceable_since = record.unplaceable_since or now
-            return _SKIP
+            return _Stays(f"waiting for a larger worker: {verdict.why}", ends_pass=False)
         if isinstance(verdict, Placement):
             if record.progress.crashes and self._pings.outdated(record):
                 self._pings.ask([record])
-                return _END
+                return _PINGED
             return verdict
+        workerless = isinstance(verdict, NoWorkers)
+        why = verdict.why if isinstance(verdict, Wait) else f"no {verdict.role} worker is ready"
         if record.progress.suspect:
             self._pings.outdate(record)
-            return _Stays(ends_pass=False, workerless=True) if isinstance(verdict, NoWorkers) else _SKIP
+            return _Stays(why, ends_pass=False, workerless=True if workerless else None)
         self._pings.note_shortage()
-        return _Stays(ends_pass=True, workerless=isinstance(verdict, NoWorkers))
+        return _Stays(why, ends_pass=True, workerless=workerless)
 
     def _demand(self, record: RequestRecord) -> Demand:
         """Return the demand of a request. A suspect is kept apart from the workers of all other suspects."""
@@ -133,19 +141,24 @@ class Placer:
         that no other promise comes in between."""
         progress, now = record.progress, self._clock()
         self._assignments.assign(record, placement, now)
+        record.timeline.place(now, placement)
         prefill, decode = placement.prefill, placement.decode
         request = self._request(record, decode, now)
+        messages: list[tuple[WorkerHandle, Message]]
         if prefill is None:
-            reached = self._assignments.send(record, decode, Generate(request, progress.attempt))
+            messages = [(decode, Generate(request, progress.attempt))]
         else:
             to_decode, to_prefill = introduce(prefill, decode)
             # Prefill first: the first token depends on it, and a message wakes two threads before the next one leaves
-            reached = self._assignments.send(record, prefill, Prefill(request, progress.attempt, to_prefill))
-            reached = reached and self._assignments.send(record, decode, Reserve(request, progress.attempt, to_decode))
-        if reached:
-            progress.move(State.PREFILLING)
-        else:
-            self._recovery.retry(record)
+            messages = [
+                (prefill, Prefill(request, progress.attempt, to_prefill)),
+                (decode, Reserve(request, progress.attempt, to_decode)),
+            ]
+        for worker, message in messages:
+            if not self._assignments.send(record, worker, message):
+                self._recovery.retry(record, worker, "it could not be reached")
+                return
+        progress.move(State.PREFILLING)
 
     def _request(self, record: RequestRecord, decode: WorkerHandle, now: float) -> Request:
         return Request(

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from statistics import median
 from typing import Protocol
@@ -16,12 +17,16 @@ from common.core.prompt_span import PromptSpan
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Logprobs
 from coordinator.requests.state import RequestState
+from coordinator.requests.timeline import Timeline
 from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.breakers import Pair
 from coordinator.routing.paths import Path
 from coordinator.routing.router import HORIZON_TOKENS, Chains, Demand, Placement, Promise
 
-REMEMBERED_INTERVALS = 16
+REMEMBERED_INTERVALS = 256
+"""Last inter-token intervals of a request that are kept; its timeline shows their 99th percentile."""
+RECENT_INTERVALS = 16
+"""Last intervals whose median is the request's present pace."""
 
 
 class Client(Protocol):
@@ -122,6 +127,7 @@ class RequestRecord:
     """The request has waited long enough for a larger worker and accepts an output cut to the room of a smaller one."""
     timings: dict[str, float] = field(default_factory=dict)
     path: Path = "disagg"
+    timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
         to_score = 0 if self.sampling.prompt_logprobs is None else self.prompt_length - 1
@@ -140,8 +146,9 @@ class RequestRecord:
 
     @property
     def interval_s(self) -> float:
-        """Median of the last inter-token intervals of a choice, in seconds; 0 before there are two tokens."""
-        return median(self.intervals) if self.intervals else 0.0
+        """Median of the last RECENT_INTERVALS inter-token intervals of a choice, in seconds; 0 before there are two
+        tokens."""
+        return median(islice(reversed(self.intervals), RECENT_INTERVALS)) if self.intervals else 0.0
 
     @property
     def log_fields(self) -> dict[str, str]:

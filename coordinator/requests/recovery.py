@@ -23,6 +23,8 @@ log = logging.getLogger("tandem.dispatch")
 
 RETRY_DELAY_S = 0.1
 """Delay before a retry after a worker reported a failure, because an immediate retry would meet the same conditions."""
+MAX_WHY = 256
+"""Most characters of a worker's reason that a timeline keeps."""
 
 
 class Recovery:
@@ -43,33 +45,36 @@ class Recovery:
     def retry(
         self,
         record: RequestRecord,
+        worker: WorkerHandle,
+        why: str,
         *,
         free: bool = False,
-        blamed: WorkerHandle | None = None,
+        blamed: bool = False,
         delay_s: float = 0.0,
     ) -> None:
-        """Give up the current attempt and queue the request again, or fail it if its retry budget is spent. ``blamed``
-        is a live worker that caused the loss and is avoided from now on; ``free`` as in :meth:`RequestState.retry`;
-        ``delay_s`` delays the next placement."""
-        if blamed is not None:
-            record.excluded_workers |= {blamed.id}
+        """Give up the current attempt, which was lost with ``worker`` because of ``why``, and queue the request again,
+        or fail it if its retry budget is spent. ``blamed``: the worker lives and caused the loss, and is avoided from
+        now on; ``free`` as in :meth:`RequestState.retry`; ``delay_s`` delays the next placement."""
+        if blamed:
+            record.excluded_workers |= {worker.id}
         progress = record.progress
         workers, attempt, migrates = progress.workers, progress.attempt, progress.started
         if progress.retry(on_trial=record.pending_crash_verdict is not None, free=free) == "spent":
             self._active.fail(record, given_up())
             return
+        record.timeline.lose(self._clock(), worker.hello.name, why, record.output_length, migrates=migrates)
         self._assignments.abort(workers, Abort(record.id, attempt))
         self._assignments.release(record)
         self._metrics.set_back(migration=migrates)
         self._active.requeue(record, delay_s)
 
-    def failed_by(self, worker: WorkerHandle, record: RequestRecord, *, delay_s: float = 0.0) -> None:
-        """Retry a request that ``worker`` failed while staying alive. If the worker's circuit breaker is open, the
-        retry is free once per worker: a worker that fails every request says nothing about this one."""
+    def failed_by(self, worker: WorkerHandle, record: RequestRecord, why: str, *, delay_s: float = 0.0) -> None:
+        """Retry a request that ``worker`` failed, as ``why`` says, while staying alive. If the worker's circuit breaker
+        is open, the retry is free once per worker: a worker that fails every request says nothing about this one."""
         peer = SingleWorker(worker.id)
         self._breakers.failed(peer, record.id, self._clock())
         free = not self._breakers.allows(peer) and worker.id not in record.excluded_workers
-        self.retry(record, free=free, blamed=worker, delay_s=delay_s)
+        self.retry(record, worker, why, free=free, blamed=True, delay_s=delay_s)
 
     def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
         """Retry or fail a request that ``worker`` has given up."""
@@ -80,14 +85,15 @@ class Recovery:
             return
         if message.code == "draining":  # this message comes before the heartbeat that reports the drain
             self._registry.drains(worker)
-            self.retry(record, free=True)
+            self.retry(record, worker, "it is draining", free=True)
             return
         log.warning(
             "%s failed a request: %s (%s)", worker.hello.name, message.code, message.detail, extra=record.log_fields
         )
+        why = f"{message.code}: {message.detail}"[:MAX_WHY]
         if message.code == "transfer_failed" and self._assignments.hand_off_failed(record):
-            self.retry(record, delay_s=RETRY_DELAY_S)
+            self.retry(record, worker, why, delay_s=RETRY_DELAY_S)
         elif message.retriable:
-            self.failed_by(worker, record, delay_s=RETRY_DELAY_S)
+            self.failed_by(worker, record, why, delay_s=RETRY_DELAY_S)
         else:
             self._active.fail(record, worker_error(message))

@@ -59,7 +59,7 @@ class SilenceWatch:
                 log.warning(
                     "%s does not have a request that was sent to it", worker.hello.name, extra=record.log_fields
                 )
-                self._recovery.failed_by(worker, record)
+                self._recovery.failed_by(worker, record, "it does not have the request")
             elif missed:
                 self._ask_for_the_end(worker, record)
             elif record.n > 1:
@@ -88,7 +88,7 @@ class SilenceWatch:
                     silence_s,
                     extra=record.log_fields,
                 )
-                self._recovery.failed_by(worker, record)
+                self._recovery.failed_by(worker, record, f"it has sent no tokens for {silence_s:.1f} s")
 
     def forget(self, worker: Incarnation) -> None:
         """Forget the heartbeats of a worker that is gone."""

@@ -25,6 +25,7 @@ from coordinator.requests.placement_timer import PlacementTimer
 from coordinator.requests.record import RequestRecord
 from coordinator.requests.recovery import Recovery
 from coordinator.requests.state import Contradiction, Gap, Unscored
+from coordinator.requests.timeline import STALL_S
 from coordinator.routing.breakers import SingleWorker
 from coordinator.routing.router import Router
 
@@ -51,6 +52,8 @@ class TokenStream:
         self._gateway, self._router, self._metrics = gateway, router, metrics
         self._active, self._assignments, self._recovery, self._timer = active, assignments, recovery, timer
         self._records, self._breakers, self._clock = active.records, router.breakers, gateway.clock
+        self.accepted = 0
+        """Number of output tokens accepted so far."""
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
         """Deliver the token spans of one engine step; raises WireError if the columns do not match."""
@@ -80,7 +83,7 @@ class TokenStream:
         finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
             if attempt == progress.attempt and progress.needs(worker.id):
-                self._recovery.retry(record)
+                self._recovery.retry(record, worker, "it ended the request early")
             return
         news = progress.accept(choice, attempt, message.starts[index], ids, finish)
         if news is None:
@@ -90,7 +93,7 @@ class TokenStream:
                 "%s contradicts tokens accepted before, from token %d", worker.hello.name, message.starts[index],
                 extra=record.log_fields,
             )  # fmt: skip
-            self._recovery.failed_by(worker, record)
+            self._recovery.failed_by(worker, record, "it contradicts tokens that were accepted before")
             return
         if isinstance(news, Gap):
             self._ask_again(worker, record, choice, news.start, now)
@@ -133,14 +136,18 @@ class TokenStream:
         record.missed_beats.pop(worker.id, None)
 
     def _observe(self, record: RequestRecord, choice: int, count: int, now: float) -> None:
+        self.accepted += count
         if record.promise is not None and record.promise.prefill_tokens:
             self._router.prefilled(record.promise)
             self._timer.soon()  # a prefill worker has room for the next prompt
+            record.timeline.first_tokens(now, record.output_length)
         if record.first_token_at is None:
             record.first_token_at, record.first_attempt = now, record.progress.attempt
             self._metrics.first_token(record, now)
         elif (before := record.last_token_at[choice]) and count:
             self._metrics.inter_token((now - before) / count, count)
+            if now - before > STALL_S:
+                record.timeline.gap(before, now, record.interval_s, len(record.intervals))
             record.intervals.append((now - before) / count)
         record.last_token_at[choice] = now
 
@@ -197,6 +204,9 @@ class TokenStream:
         if "kv_bytes" in message.values:  # also if the request has ended meanwhile
             self._metrics.transferred(message)
         record = self._records.get(message.request)
+        timeline = record.timeline if record is not None else self._active.timelines.get(message.request)
+        if timeline is not None:
+            timeline.report(message.attempt, message.values, message.link, message.chunks)
         if record is None or message.attempt != record.progress.attempt:
             return
         if record.first_attempt in (None, message.attempt):  # a later attempt shows as a gap in the stream instead
