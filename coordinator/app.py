@@ -29,11 +29,12 @@ from common.net.hosts import bracketed, is_loopback
 from common.net.keys import ClusterKeys
 from common.net.sockets import Channels
 from common.platform import open_files, threads
-from coordinator.api.service import ServedModel
+from coordinator.api.service import ServedModel, product_version
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry
 from coordinator.http.application import BACKLOG, make_app, serving
 from coordinator.http.context import SERVICES, Scale, Services
+from coordinator.live.feed import Feed
 from coordinator.metrics import Metrics, RequestCounts
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
@@ -158,8 +159,11 @@ async def running(
     metrics.cut_off_peers = lambda: gateway.ban_list.cut_off
     dispatcher.start()
     try:
-        with contextlib.closing(_LagSampler(metrics.loop_lag)):
-            yield Services(config, model, dispatcher, registry, metrics, scale)
+        with (
+            contextlib.closing(_LagSampler(metrics.loop_lag)),
+            contextlib.closing(Feed(dispatcher, metrics, model.name, product_version())) as feed,
+        ):
+            yield Services(config, model, dispatcher, registry, metrics, feed, scale)
     finally:
         dispatcher.close()
         gateway.close()

@@ -219,6 +219,12 @@ class Metrics:
         for _ in range(count):
             self._itl.observe(seconds)
 
+    def inter_token_buckets(self) -> list[tuple[float, float]]:
+        """Return the upper bound of each bucket of the intervals between tokens in seconds, ascending, the last
+        infinite, and how many intervals so far do not exceed it."""
+        (family,) = self._itl.collect()
+        return [(float(each.labels["le"]), each.value) for each in family.samples if each.name.endswith("_bucket")]
+
     def loop_lag(self, seconds: float) -> None:
         """Observe how late a timer of the event loop ran."""
         self._lag.observe(seconds)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
+from coordinator.http.admin import routes as admin
 from coordinator.http.anthropic import routes as anthropic
 from coordinator.http.context import SERVICES, Services, read_timeout
 from coordinator.http.cors import Cors
@@ -55,7 +56,7 @@ def make_app(services: Services) -> web.Application:
     app.on_response_prepare.append(cors.add_headers)
     app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
     app[SERVICES] = services
-    for table in (generating, responses, anthropic, pages):
+    for table in (generating, responses, anthropic, pages, admin):
         app.router.add_routes(table)
         for route in table:  # each path may have a slash at its end
             if isinstance(route, web.RouteDef) and route.path != "/" and ":" not in route.path:
@@ -103,6 +104,7 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
         yield
     finally:
         usher.cancel()
+        app[SERVICES].feed.close()  # its streams would not end by themselves
         await runner.cleanup()
 
 

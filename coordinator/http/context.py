@@ -23,6 +23,7 @@ from coordinator.http.server import (
     malformed_request,
 )
 from coordinator.http.sse import deliver
+from coordinator.live.feed import Feed
 from coordinator.metrics import Metrics
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.spec import Json
@@ -66,6 +67,7 @@ class Services:
     dispatcher: Dispatcher
     registry: Registry
     metrics: Metrics
+    feed: Feed
     scale: Scale | None = None
     sampler: TraceSampler = field(default_factory=TraceSampler)
     answers: OpenAnswers = field(default_factory=OpenAnswers)

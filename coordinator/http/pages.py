@@ -1,4 +1,4 @@
-"""All endpoints that do not generate text: front page, models, tokenize and detokenize, health, metrics, admin."""
+"""Endpoints that do not generate text: front page, models, tokenize and detokenize, health, metrics."""
 
 from __future__ import annotations
 
@@ -13,32 +13,20 @@ import msgspec
 from aiohttp import web
 
 from common.core.errors import RequestError
-from common.core.gpu import GpuState
 from common.core.request import MAX_TOKENS
-from common.net.messages import Drain
 from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import Fields, JsonBudget, refuse
 from coordinator.api.openai import MAX_TOKEN_ID, token_ids
 from coordinator.api.service import ServedModel, product_version
-from coordinator.cluster.absent_workers import Absence
-from coordinator.cluster.link_stats import LinkStats
-from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body
 from coordinator.http.middleware import json_response
 from coordinator.requests.spec import ChatBody, Json
-from coordinator.routing.breakers import Breakers, BreakerState, Pair
 from coordinator.text.tokenizer import ChatText
 
 routes = web.RouteTableDef()
 
-MAX_WORKERS = 4096
-MAX_NAME = 256
-MAX_DRAIN_S = 86_400.0
 _ANTHROPIC = "anthropic-version"
 """The header by which Anthropic's clients are known."""
-SHOWN_DIGITS = 8
-"""Hexadecimal digits of a worker's incarnation that are shown, enough to notice a restart. The full value is close to
-the worker's identity on the coordinator's socket and is not published."""
 
 
 # -- front page -------------------------------------------------------------------------------------------------------
@@ -311,110 +299,3 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 async def version(request: web.Request) -> web.Response:
     """Return Tandem's version."""
     return json_response({"version": product_version()})
-
-
-@routes.get("/admin/workers")
-async def workers(request: web.Request) -> web.StreamResponse:
-    """List all workers with their state, load, memory, GPUs and measured links, and those that are absent and why."""
-    services = request.app[SERVICES]
-    dispatcher, registry = services.dispatcher, services.registry
-    avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
-    now_s = dispatcher.gateway.clock()
-    shown = [_worker(each, dispatcher.link_stats, avoided[each.id], now_s) for each in registry]
-    absent = [_absent(name, each, now_s) for name, each in registry.absent]
-    return await deliver_whole(request, json_response({"workers": shown, "absent": absent}))
-
-
-@routes.post("/admin/drain")
-async def drain(request: web.Request) -> web.Response:
-    """Drain ``worker``: it takes no new requests and exits when its running ones are done, or after ``timeout``
-    seconds. Streams that are still running then continue on another worker.
-
-    The response (202) does not wait for the drain. ``tandem up`` starts a replacement."""
-    services = request.app[SERVICES]
-    fields = await read_body(request, lambda body, _: Fields(body))
-    name, timeout_s = fields.string("worker", limit=MAX_NAME), fields.number("timeout", 0, MAX_DRAIN_S)
-    if name is None:
-        fields.missing("worker")
-    worker = next((each for each in services.registry if each.hello.name == name), None)
-    patience_s = services.config.drain_timeout if timeout_s is None else timeout_s
-    message = Drain(round(patience_s * 1000))
-    if worker is None or not services.dispatcher.gateway.send(worker, message):
-        raise RequestError(f"There is no worker {name!r} here.", status=404, code="not_found", param="worker")
-    return json_response({"worker": name, "timeout": patience_s}, status=202)
-
-
-@routes.post("/admin/scale")
-async def scale(request: web.Request) -> web.Response:
-    """Resize the pools to ``prefill`` and ``decode`` workers. The response is sent when the pools have these sizes."""
-    services = request.app[SERVICES]
-    fields = await read_body(request, lambda body, _: Fields(body))
-    prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
-    if prefill is None and decode is None:
-        refuse("There is nothing to change: give prefill, decode or both.", "decode", "missing_required_parameter")
-    if services.scale is None:
-        raise RequestError(
-            "This server was not started by `tandem up`: start and stop its workers one by one.",
-            status=409,
-            code="cannot_scale",
-        )
-    prefill, decode = await services.scale(prefill, decode)
-    services.registry.expected |= {"prefill": prefill, "decode": decode}
-    return json_response({"prefill": prefill, "decode": decode})
-
-
-def _avoided(prefill: WorkerHandle, breakers: Breakers, registry: Registry) -> list[str]:
-    return [
-        each.hello.name for each in registry if breakers.state(Pair(prefill.id, each.id)) is not BreakerState.CLOSED
-    ]
-
-
-def _worker(worker: WorkerHandle, links: LinkStats, avoids: list[str], now_s: float) -> Json:
-    """Return one worker as JSON.
-
-    ``links``: measured links, of a worker that sends KV. ``transports``: the supported ones, best first. ``avoids``:
-    names of the decode workers to which its circuit breaker is not closed. ``incarnation``: its first digits, which
-    change when the worker restarts. ``turn_ms``: how long the current iteration of the worker's loop has taken so far,
-    None while it waits for messages. ``heard_ms``: time since the worker's last heartbeat."""
-    hello, beat = worker.hello, worker.beat
-    free, cached, held = worker.blocks
-    return {
-        "id": hello.name,
-        "role": hello.role,
-        "state": worker.state.value,
-        "pid": hello.pid,
-        "host": hello.host,
-        "model": hello.model,
-        "kv_blocks": {"total": hello.kv_blocks, "free": free, "cached": cached, "held": held},
-        "block_size": hello.block_size,
-        "running": beat.running if beat else 0,
-        "waiting": beat.waiting if beat else 0,
-        "waiting_tokens": beat.waiting_tokens if beat else 0,
-        "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
-        "heard_ms": max(0, int((now_s - worker.heard_at) * 1000)),
-        "incarnation": hello.incarnation[:SHOWN_DIGITS],
-        "links": links.of(worker),
-        "transports": hello.links,
-        "avoids": avoids,
-        "device": hello.device,
-        "dtype": hello.dtype,
-        "gpus": [_gpu(each) for each in worker.gpus],
-        "counters": dict(beat.counters) if beat else {},
-    }
-
-
-def _gpu(state: GpuState) -> Json:
-    """Return one GPU as JSON; values that its card does not have are null."""
-    shown: Json = {name: getattr(state, name) for name in state.__struct_fields__}
-    return shown | {"throttled_by": state.throttled_by, "xids": {str(xid): count for xid, count in state.xids.items()}}
-
-
-def _absent(name: str, absence: Absence, now_s: float) -> Json:
-    """Return an absent worker as JSON. ``restart_in_s`` is null if it is unknown whether it is started again."""
-    restart_at_s = absence.restart_at_s
-    return {
-        "id": name,
-        "why": absence.why,
-        "for_s": round(now_s - absence.since_s, 1),
-        "restart_in_s": None if restart_at_s is None else round(max(0.0, restart_at_s - now_s), 1),
-    }

@@ -47,6 +47,11 @@ class EventStream:
         self._bound = MAX_BUFFERED_BYTES
         self._moved_at = self._sent_at = self._loop.time()
 
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that have been sent to the client and that the kernel has not taken."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     async def open(self) -> None:
         """Send the headers."""
         await self._response.prepare(self._request)

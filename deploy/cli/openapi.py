@@ -17,6 +17,7 @@ from aiohttp import web
 
 from common.core.request import MAX_TOKENS
 from coordinator.requests.spec import Json
+from coordinator.requests.timeline import MAX_ENDED
 from deploy.cli import answer_types, other_api_types, page_types
 from deploy.cli.request_shapes import shape_of
 
@@ -43,6 +44,8 @@ ANSWERS: dict[str, type[answer_types.Answer]] = {
     "GET /ready": page_types.Status,
     "GET /version": page_types.Version,
     "GET /admin/workers": page_types.Workers,
+    "GET /admin/requests": page_types.Requests,
+    "GET /admin/requests/{id}": page_types.TracedRequest,
     "POST /admin/drain": page_types.Drained,
     "POST /admin/scale": page_types.Scaled,
 }
@@ -61,8 +64,15 @@ _TEXTS = {
     "GET /docs": ("text/html",),
     "GET /ui": ("text/html",),
     "GET /metrics": ("text/plain",),
+    "GET /admin/events": ("text/event-stream",),
 }
 """Media types of successful answers that are no JSON."""
+_QUERIES: dict[str, list[Json]] = {
+    "GET /admin/requests": [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_ENDED}}
+    ]
+}
+"""The parameters in the query of a URL."""
 _ACCEPTED = "POST /admin/drain"
 """The endpoint that answers 202: before its work is done."""
 
@@ -88,10 +98,11 @@ def openapi(
         operation: Json = {"operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', path)}", "summary": words}
         operation["responses"] = _responses(f"{route.method} {path}")
         names = re.findall(r"{(\w+)}", path)
-        if names:
-            operation["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-            ]
+        parameters: list[Json] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+        if parameters := parameters + _QUERIES.get(f"{route.method} {path}", []):
+            operation["parameters"] = parameters
         if path in bodies:
             schema = _body(path, bodies[path])
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

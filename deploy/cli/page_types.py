@@ -113,6 +113,69 @@ class Workers(Answer):
     absent: list[AbsentWorker]
 
 
+class BetweenTokens(Answer):
+    """The intervals between two tokens of a choice in milliseconds: the mean of all; of the last 256, the 99th
+    percentile and the longest, where stalls count at any time."""
+
+    mean: float
+    p99: float
+    max: float
+
+
+class ListedRequest(Answer):
+    """A request. Times are in milliseconds since its arrival, null while they are not known; ``arrived`` is in seconds
+    since the epoch. ``id`` is that of its answer, ``request_id`` the ``x-request-id``. ``finish`` has the reason of
+    each choice, null while it runs. ``retries`` and ``migrations`` count new attempts before and after the first
+    token."""
+
+    id: str
+    request_id: str
+    trace_id: str | None
+    endpoint: str
+    arrived: float
+    state: Literal["queued", "placed", "prefilling", "shipping", "decoding", "done", "aborted", "failed"]
+    path: Literal["disagg", "local", "colocated", "prefill"] | None
+    stream: bool
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    choices: int
+    finish: list[str | None]
+    error: str | None
+    retries: int
+    migrations: int
+    ttft_ms: float | None
+    total_ms: float | None
+    itl_ms: BetweenTokens | None
+
+
+class RequestSpan(Answer):
+    """A part of a request's time; ``end_ms`` is null while it lasts. ``parent`` is the index of the span that it is
+    part of. What ``detail`` has depends on ``name``."""
+
+    name: Literal[
+        "tokenize", "queue", "place", "prefill", "prefill_chunk", "transfer", "decode", "stall", "retry", "migration"
+    ]
+    start_ms: float
+    end_ms: float | None
+    attempt: int
+    worker: str | None
+    parent: int | None
+    detail: dict[str, Any]
+
+
+class TracedRequest(ListedRequest):
+    """A request with the spans in which its time was spent, in order of their starts."""
+
+    spans: list[RequestSpan]
+
+
+class Requests(Answer):
+    """The last requests, the latest first."""
+
+    requests: list[ListedRequest]
+
+
 class Drained(Answer):
     """A drain that has begun."""
 

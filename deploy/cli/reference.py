@@ -35,8 +35,8 @@ from coordinator.api import (
 from coordinator.api.scopes import PATHS, SCOPES
 from coordinator.api.unsupported import UNSUPPORTED
 from coordinator.cluster.registry import Registry
+from coordinator.http import admin, pages, routes
 from coordinator.http import anthropic as messages_routes
-from coordinator.http import pages, routes
 from coordinator.http import responses as responses_routes
 from coordinator.metrics import Metrics
 from deploy.cli.commands import COMMANDS, CONFIG_HELP, CONFIGS
@@ -189,13 +189,14 @@ ERROR_HELP = {
     "model_not_found": "This server serves another model.",
     "no_*_workers": "No worker of this role is ready.",
     "no_chat_template": "The model has no chat template; use `/v1/completions` or `--chat-template`.",
-    "not_found": "There is no such path, or no such worker.",
+    "not_found": "There is no such path, worker or request.",
     "not_ready": "`/ready` only: a request could not be served now, or a configured worker has not joined yet.",
     "request_quarantined": "Two workers died while they served this request; it is not tried again.",
     "request_timeout": "The request was not finished within `--request-timeout`.",
     "request_too_large": "The body is larger than `--max-body-bytes`.",
     "server_is_overloaded": "A queue is full; `Retry-After` says when a place is expected.",
     "server_shutting_down": "The server drains.",
+    "too_many_listeners": "As many clients as are served follow `/admin/events` already.",
     "unsupported": "A known field that this server cannot honour.",
     "unsupported_content_encoding": "Compressed bodies are not read.",
     "unsupported_expectation": "Only `Expect: 100-continue` is understood.",
@@ -240,7 +241,7 @@ def endpoints() -> list[tuple[str, str]]:
 def _routes() -> list[tuple[web.RouteDef, str]]:
     """Each route with the first paragraph of its handler's docstring."""
     found = []
-    for route in (*routes.routes, *responses_routes.routes, *messages_routes.routes, *pages.routes):
+    for route in (*routes.routes, *responses_routes.routes, *messages_routes.routes, *pages.routes, *admin.routes):
         assert isinstance(route, web.RouteDef)
         text = inspect.getdoc(route.handler)
         if not text:

@@ -74,6 +74,8 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "no memory": ((), {"trouble": "no memory for bodies"}),
     "full lanes": ((), {"trouble": "full lanes"}),
     "slow queue": (("colocated",), {"trouble": "a slow queue"}),
+    "ended feed": ((), {"trouble": "the feed has ended"}),
+    "full feed": ((), {"trouble": "no room for pages"}),
     "deadly": (("colocated",) * 3, {"trouble": "the busy worker dies", "workers": SILENT}),
     "broken lines": (("colocated",) * 2, {"trouble": "connections break", "workers": SILENT}),
     "leaving": (("colocated",), {"slow": 60.0}),
@@ -521,6 +523,11 @@ def _others() -> Iterator[Call]:
         for method in METHODS if path in ("/", CHAT, "/v1/models", "/health", "/admin/drain") else ("GET", "POST"):
             body = b"{}" if method in ("POST", "PUT", "PATCH") else None
             yield Call(f"{method} {shown}", "colocated", method, path, {}, body)
+    for query in ("", "?limit=1", "?limit=0", "?limit=513", "?limit=x", "?limit="):
+        yield Call(f"GET /admin/requests{query}", "empty", "GET", f"/admin/requests{query}", {}, None)
+    yield Call("GET /admin/requests/nothing", "empty", "GET", "/admin/requests/nothing", {}, None)
+    for server in ("ended feed", "full feed"):
+        yield Call(f"{server}: GET /admin/events", server, "GET", "/admin/events", {}, None)
     for path in ("/ready", "/health", "/admin/workers", "/v1/models"):
         for server in ("empty", "pair", "no prefill", "draining"):
             yield Call(f"{server} GET {path}", server, "GET", path, {}, None)

@@ -54,6 +54,16 @@ def _full_lanes(cluster: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _ended_feed(cluster: Any) -> Iterator[None]:
+    cluster.services.feed.close()
+    yield
+
+
+def _no_room_for_pages(cluster: Any) -> Any:
+    return mock.patch("coordinator.live.feed.MAX_LISTENERS", 0)
+
+
+@contextlib.contextmanager
 def _slow_queue(cluster: Any) -> Iterator[None]:
     """Queue one request that would take longer than any request may wait."""
     admission = cluster.dispatcher.admission
@@ -109,6 +119,8 @@ FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "no memory for bodies": _no_memory_for_bodies,
     "full lanes": _full_lanes,
     "a slow queue": _slow_queue,
+    "the feed has ended": _ended_feed,
+    "no room for pages": _no_room_for_pages,
 }
 EVENTS: dict[str, Callable[[Any], Awaitable[None]]] = {
     "the busy worker dies": _busy_worker_dies,

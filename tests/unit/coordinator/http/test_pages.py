@@ -14,23 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from common.core.ids import Incarnation, RequestId
-from common.net.messages import Drain, Role, Timing
+from common.net.messages import Role, Timing
 from coordinator.app import LAG_EVERY_S
 from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
 from tests.fakes.checkpoint import POSITIONS, VOCAB
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, open_cluster, until, valid
-
-
-async def test_a_worker_is_drained_by_name(model: Path) -> None:
-    async with open_cluster(model, "prefill", "decode") as cluster:
-        other = await cluster.add("decode")
-        response, body = await cluster.post("/admin/drain", {"worker": "decode-2", "timeout": 2.5})
-        assert response.status == 202 and body == {"worker": "decode-2", "timeout": 2.5}
-        await until(lambda: other.got(Drain), "it hears of it")
-        assert other.got(Drain) == [Drain(2500)]
-        for wrong, code in ({"worker": "decode-7"}, 404), ({}, 400), ({"worker": "decode-2", "timeout": -1}, 400):
-            response, body = await cluster.post("/admin/drain", wrong)
-            assert response.status == code, body
 
 
 async def test_root_page_lists_endpoints(cluster: FakeCluster) -> None:
@@ -127,20 +115,6 @@ async def test_ready_without_a_prefill_worker_follows_the_policy(
         assert (served.status == 200) == (status == 200), answer
         if status == 200:
             assert served.headers["x-tandem-path"] == "local"
-
-
-async def test_workers_as_they_see_themselves(cluster: FakeCluster) -> None:
-    await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
-    await until(lambda: cluster.dispatcher.link_stats.of(next(iter(cluster.services.registry))), "the link is measured")
-    _, body = await cluster.get("/admin/workers")
-    for worker in body["workers"]:
-        blocks = worker["kv_blocks"]
-        assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
-        assert worker["state"] == "ready" and worker["incarnation"]
-        assert worker["waiting_tokens"] == 7 and worker["turn_ms"] is None
-    prefill, decode = body["workers"]
-    assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
-    assert decode["links"] == [] and prefill["transports"] == decode["transports"] == ["shm", "zmq"]
 
 
 async def test_metrics_have_vllms_names(cluster: FakeCluster) -> None:

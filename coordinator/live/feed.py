@@ -1,0 +1,227 @@
+"""The feed: what pages and terminals that watch the system are sent.
+
+Three kinds of events: ``system`` once per second, ``request`` when a request changes, ``worker`` when a worker does.
+All are made once for all listeners. A listener that does not read is sent nothing meanwhile: it misses snapshots, and
+of requests it gets the latest state later, so that what is kept for it is bounded. While nobody listens, only a sample
+of the counters is taken every few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from common.core.errors import RequestError
+from common.core.ids import RequestId
+from coordinator.cluster.worker_log import WorkerChange
+from coordinator.live.history import ROW_S, History
+from coordinator.live.worker_rows import link_rows, worker_rows
+from coordinator.metrics import Metrics
+from coordinator.requests.dispatcher import Dispatcher
+from coordinator.requests.errors import shutting_down
+from coordinator.requests.spec import Json
+from coordinator.requests.timeline import Event, Timeline
+from coordinator.requests.waterfall import shown
+
+MAX_LISTENERS = 16
+SYSTEM_S = 1.0
+"""Interval between snapshots of the system."""
+REQUEST_S = 0.05
+"""Least interval between two changes of requests that one listener is sent."""
+MAX_PENDING = 256
+"""Most requests whose latest state is kept for a listener; the one that has waited longest is dropped for another."""
+MAX_UNREAD_BYTES = 128 << 10
+"""A listener that has not read this much is sent nothing."""
+MAX_ENCODED = 64
+"""Most encoded states of requests that are kept for other listeners."""
+RETRY_S = 5.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Sink(Protocol):
+    """The connection of a listener."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that its client has not read."""
+
+    def send(self, data: bytes) -> None:
+        """Write ``data`` without waiting."""
+
+
+class Listener:
+    """One listener: its connection, and what it is still to be sent. ``closed`` is done when the feed ends."""
+
+    def __init__(self, sink: Sink, closed: asyncio.Future[None]) -> None:
+        self._sink, self.closed = sink, closed
+        self.requests: dict[RequestId, Timeline] = {}
+        self.workers: deque[bytes] = deque(maxlen=MAX_PENDING)
+
+    @property
+    def reads(self) -> bool:
+        """Whether its client keeps up."""
+        return self._sink.unread_bytes <= MAX_UNREAD_BYTES
+
+    def send(self, event: bytes) -> None:
+        """Send an event, unless the client does not read."""
+        if self.reads:
+            self._sink.send(event)
+
+    def add(self, timeline: Timeline) -> None:
+        """Note that a request has changed."""
+        self.requests[timeline.internal_id] = timeline
+        if len(self.requests) > MAX_PENDING:
+            del self.requests[next(iter(self.requests))]
+
+
+class Feed:
+    """Sends events to listeners, in the running event loop. ``model`` and ``version`` are part of each snapshot."""
+
+    def __init__(self, dispatcher: Dispatcher, metrics: Metrics, model: str, version: str) -> None:
+        self._dispatcher, self._model, self._version = dispatcher, model, version
+        self._clock, self._loop = dispatcher.gateway.clock, asyncio.get_running_loop()
+        self._listeners: list[Listener] = []
+        self._encoded: dict[RequestId, tuple[int, bytes]] = {}
+        self._history = History(lambda: dispatcher.accepted_tokens, metrics.inter_token_buckets)
+        self._row: Json | None = None
+        """The latest row of the history, if no snapshot has had it yet."""
+        self._snapshots: asyncio.TimerHandle | None = None
+        self._flushes: asyncio.TimerHandle | None = None
+        self._flushed_at = 0.0
+        self._closed = False
+        dispatcher.timelines.listeners.append(self._history.saw)
+        self._sample()
+
+    def close(self) -> None:
+        """Send nothing any more, and let all listeners go. Idempotent."""
+        self._closed = True
+        for timer in (self._samples, self._snapshots, self._flushes):
+            if timer is not None:
+                timer.cancel()
+        for listener in self._listeners:
+            if not listener.closed.done():
+                listener.closed.set_result(None)
+
+    def check_room(self) -> None:
+        """Raise RequestError 429 if there are as many listeners as are served, 503 if the server stops."""
+        if self._closed:
+            raise shutting_down()
+        if len(self._listeners) >= MAX_LISTENERS:
+            raise RequestError(
+                f"{MAX_LISTENERS} clients follow the events of this server, which is the limit.",
+                status=429,
+                type="rate_limit_error",
+                code="too_many_listeners",
+                retry_after_s=RETRY_S,
+            )
+
+    def join(self, sink: Sink) -> Listener:
+        """Add a listener and send it a snapshot with the history; raises as :meth:`check_room`. Call :meth:`leave` when
+        its connection is closed."""
+        self.check_room()
+        listener = Listener(sink, self._loop.create_future())
+        if not self._listeners:
+            self._dispatcher.timelines.listeners.append(self._changed)
+            self._dispatcher.worker_log.listener = self._worker_changed
+            self._snapshots = self._loop.call_later(SYSTEM_S, self._snapshot)
+        self._listeners.append(listener)
+        extra: Json = {"history": list(self._history.rows), "worker_events": self._dispatcher.worker_log.changes()}
+        listener.send(_event("system", self._system() | extra))
+        return listener
+
+    def leave(self, listener: Listener) -> None:
+        """Remove a listener. With the last one, nothing is computed any more."""
+        self._listeners.remove(listener)
+        if self._listeners:
+            return
+        self._dispatcher.timelines.listeners.remove(self._changed)
+        self._dispatcher.worker_log.listener = None
+        self._encoded.clear()
+        for timer in (self._snapshots, self._flushes):
+            if timer is not None:
+                timer.cancel()
+        self._snapshots = self._flushes = None
+
+    # -- the system ---------------------------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        self._samples = self._loop.call_later(ROW_S, self._sample)
+        waiting = self._dispatcher.admission.requests
+        running = len(self._dispatcher.records) - waiting
+        self._row = self._history.sample(self._clock(), time.time(), running, waiting)
+
+    def _snapshot(self) -> None:
+        self._snapshots = self._loop.call_later(SYSTEM_S, self._snapshot)
+        system = self._system()
+        if self._row is not None:
+            system["row"], self._row = self._row, None
+        event = _event("system", system)
+        for listener in self._listeners:
+            listener.send(event)
+
+    def _system(self) -> Json:
+        dispatcher, admission = self._dispatcher, self._dispatcher.admission
+        return {
+            "t": round(time.time(), 3),
+            "model": self._model,
+            "version": self._version,
+            "draining": dispatcher.draining,
+            **worker_rows(dispatcher),
+            "links": link_rows(dispatcher),
+            "running": len(dispatcher.records) - admission.requests,
+            "queue": {"requests": admission.requests, "tokens": admission.tokens},
+            **self._history.snapshot(self._clock()),
+        }
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def _changed(self, timeline: Timeline, _: Event) -> None:
+        for listener in self._listeners:
+            listener.add(timeline)
+        self._flush_soon()
+
+    def _worker_changed(self, change: WorkerChange) -> None:
+        event = _event("worker", change)
+        for listener in self._listeners:
+            listener.workers.append(event)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Schedule a flush, not now: the caller may be delivering a step's tokens."""
+        if self._flushes is None:
+            since_s = self._loop.time() - self._flushed_at
+            self._flushes = self._loop.call_later(max(0.0, REQUEST_S - since_s), self._flush)
+
+    def _flush(self) -> None:
+        """Send each listener what happened to workers and one request."""
+        self._flushes, self._flushed_at = None, self._loop.time()
+        more = False
+        for listener in self._listeners:
+            if listener.reads:
+                while listener.workers:
+                    listener.send(listener.workers.popleft())
+                if listener.requests:
+                    timeline = listener.requests.pop(next(iter(listener.requests)))
+                    listener.send(self._shown(timeline))
+            more |= bool(listener.requests or listener.workers)
+        if more:
+            self._flush_soon()
+
+    def _shown(self, timeline: Timeline) -> bytes:
+        """Return the event with the present state of a request, which is encoded once for all listeners."""
+        version, event = self._encoded.get(timeline.internal_id, (-1, b""))
+        if version != timeline.version:
+            event = _event("request", shown(timeline))
+            if len(self._encoded) >= MAX_ENCODED:
+                del self._encoded[next(iter(self._encoded))]
+            self._encoded[timeline.internal_id] = timeline.version, event
+        return event
+
+
+def _event(name: str, data: Json | WorkerChange) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(data))
