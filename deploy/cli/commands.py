@@ -39,6 +39,7 @@ from common.config.options import Loaded, load
 from common.config.quantize import QuantizeConfig
 from common.config.scale import ScaleConfig
 from common.config.status import StatusConfig
+from common.config.trace import TraceConfig
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 
@@ -96,6 +97,15 @@ COMMANDS = {
         Command(
             "status", "show the workers of a running server, their GPUs, and why a worker is absent", StatusConfig,
             "deploy.cli.status:run",
+        ),
+        Command(
+            "trace", "show where the time of a request went, as a waterfall in text", TraceConfig,
+            "deploy.cli.trace:run",
+            argument=(
+                "request_id",
+                "the id of an answer (chatcmpl-..., resp_..., msg_...) or its x-request-id; without it, the last "
+                "requests are listed",
+            ),
         ),
         Command(
             "inspect", "show what a model is, needs, and how fast it will be, without loading it", InspectConfig,
