@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -474,13 +474,18 @@ def _find(
     if environ.get(item.env):
         return item.parse(environ[item.env], item.env), item.env
     if (value := file.get(item.name)) is not None:
-        if isinstance(value, list):
-            if item.kind.between is None:
-                raise StartError(f"{path}: {item.name} is not a single value", "it takes one", "correct the file")
-            value = item.kind.between.join(map(str, value))
-        text = str(value).lower() if isinstance(value, bool) else str(value)
+        text = file_text(item, value)
+        if text is None:
+            raise StartError(f"{path}: {item.name} is not a single value", "it takes one", "correct the file")
         return item.parse(text, f"{item.name} in {path}"), str(path)
     return None
+
+
+def file_text(item: Option, value: object) -> str | None:
+    """Return a value of a YAML file as the text of a flag; None for a list where the option takes one value."""
+    if isinstance(value, list):
+        return None if item.kind.between is None else item.kind.between.join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
@@ -498,6 +503,50 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
     ``everything`` maps the name of each option to whether it is secret. A file that sets a secret one must not be
     readable by other users. No error shows contents of the file, which may be secret.
     """
+    document = read_document(path)
+    values = {name: document.value(value) for name, _, value in document.items()}
+    if secret := next((key for key, value in values.items() if everything.get(key) and value is not None), None):
+        secret_files.check(document.status, path, secret)
+    for key, value in values.items():
+        if key not in everything:
+            raise _unknown_key(key, document, everything)
+        if not is_flat(value):
+            raise StartError(f"{path}: {key} is not a single value", "each key takes one", "correct the file")
+    return values
+
+
+@dataclass(frozen=True)
+class YamlOptions:
+    """A YAML file with options. ``node`` is its root, with merge keys resolved, None if it is empty; ``status`` that of
+    the open file; ``own`` the keys that it spells out, with their lines."""
+
+    path: Path
+    status: os.stat_result
+    node: yaml.Node | None
+    loader: yaml.SafeLoader
+    own: list[tuple[str, int]]
+
+    def items(self) -> Iterator[tuple[str, int, yaml.Node]]:
+        """Yield the name, the line and the value of each key, in the order of the file."""
+        for key, value in self.node.value if self.node is not None else ():
+            yield *_key(key), value
+
+    def value(self, node: yaml.Node) -> Any:
+        """Return a value as a Python object. Raises StartError if it does not fit its tag."""
+        try:
+            return self.loader.construct_object(node, deep=True)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise _not_yaml(self.path, "a value does not fit its tag, or is nested too deeply") from None
+        except Exception as error:  # the parser's own, whose class is imported only with the parser
+            raise _not_yaml(self.path, _where(error)) from None
+
+
+def _not_yaml(path: Path, why: str) -> StartError:
+    return StartError(f"{path} is not YAML", why, "correct the file")
+
+
+def read_document(path: Path) -> YamlOptions:
+    """Read a YAML file that is a mapping, or empty. Raises StartError, without contents of the file."""
     import yaml  # here, so that only commands with a file pay for the import
 
     try:
@@ -510,34 +559,38 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        loaded = None if node is None else loader.construct_document(node)
+        own = [] if not isinstance(node, yaml.MappingNode) else [_key(key) for key, _ in node.value]
+        if isinstance(node, yaml.MappingNode):
+            loader.flatten_mapping(node)
     except yaml.YAMLError as error:
-        raise StartError(f"{path} is not YAML", _where(error), "correct the file") from None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # a value does not fit its tag
-        why = "a value does not fit its tag, or is nested too deeply"
-        raise StartError(f"{path} is not YAML", why, "correct the file") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
+        raise _not_yaml(path, _where(error)) from None
+    except RecursionError:
+        raise _not_yaml(path, "it is nested too deeply") from None
+    document = YamlOptions(path, status, node, loader, own)
+    if isinstance(node, yaml.ScalarNode) and document.value(node) is None:
+        return replace(document, node=None)
+    if node is not None and not isinstance(node, yaml.MappingNode):
         raise StartError(f"{path} is not a mapping", "it must have lines such as `port: 8000`", "correct the file")
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    if secret := next((key for key, value in values.items() if everything.get(key) and value is not None), None):
-        secret_files.check(status, path, secret)
-    for key, value in values.items():
-        if key not in everything:
-            raise _unknown_key(key, node, everything, path)
-        if isinstance(value, dict) or (
-            isinstance(value, list) and any(isinstance(each, dict | list) for each in value)
-        ):
-            raise StartError(f"{path}: {key} is not a single value", "each key takes one", "correct the file")
-    return values
+    return document
+
+
+def _key(node: yaml.Node) -> tuple[str, int]:
+    """Return the name of an option as its key spells it, with ``_``, and the line of the key, from 1."""
+    return str(node.value).replace("-", "_"), node.start_mark.line + 1
+
+
+def is_flat(value: object) -> bool:
+    """Return whether a value of a YAML file can be that of an option: a single value, or a list of these."""
+    return not isinstance(value, dict) and not (
+        isinstance(value, list) and any(isinstance(each, dict | list) for each in value)
+    )
 
 
 _SYNTAX = re.compile(r"<[a-z ]+>|[^\w\s]")
 """Quoted text that may be shown from an error of the YAML parser: the name of a token, or punctuation."""
 
 
-def _where(error: yaml.YAMLError) -> str:
+def _where(error: Exception) -> str:
     """Return the problem and its position, without any text of the file, which may be a key."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
     if '"' in problem or not all(map(_SYNTAX.fullmatch, re.findall(r"'(.*?)'", problem))):
@@ -546,11 +599,10 @@ def _where(error: yaml.YAMLError) -> str:
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
 
 
-def _unknown_key(key: str, node: yaml.Node | None, everything: Iterable[str], path: Path) -> StartError:
+def _unknown_key(key: str, document: YamlOptions, everything: Iterable[str]) -> StartError:
     """Return the error for an unknown YAML key. A key that resembles no option is not shown: it may be a secret."""
     if nearest(key, everything):
-        return unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
-    pairs = node.value if node is not None else ()
-    lines = [each.start_mark.line + 1 for each, _ in pairs if str(each.value).replace("-", "_") == key]
-    where = f"line {lines[0]} of {path}" if lines else f"{path}"
+        return unknown("key", key, everything, f"{document.path} sets it, and Tandem", "tandem config")
+    line = next(line for name, line, _ in document.items() if name == key)
+    where = f"line {line} of {document.path}"
     return StartError("unknown key", f"{where} sets it, and Tandem has no such key", "tandem config lists them all")

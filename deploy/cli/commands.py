@@ -210,6 +210,11 @@ FAMILIES = {"bench": "benchmark servers, pool layouts, kernels and links"}
 """Command groups (the first word of two-word commands) and their help."""
 CONFIG_HELP = "print the options of a command, their values and where each was set"
 """What ``tandem config`` does. It is no entry of COMMANDS, since it takes the flags of any other command."""
+CHECK_HELP = (
+    "check a YAML file of options instead: names every unknown or ill-typed option with its line; with a COMMAND also "
+    "whether that command accepts them together; exit code 1 if anything is wrong"
+)
+"""What ``tandem config --check FILE [COMMAND]`` does."""
 
 CONFIGS = tuple(dict.fromkeys(command.config for command in COMMANDS.values()))
 

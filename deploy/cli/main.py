@@ -20,7 +20,7 @@ from typing import Any
 from common.config.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
 from common.config.redaction import without_login
 from common.core.errors import StartError
-from deploy.cli.commands import COMMANDS, CONFIG_HELP, FAMILIES, Command, load_config
+from deploy.cli.commands import CHECK_HELP, COMMANDS, CONFIG_HELP, FAMILIES, Command, load_config
 
 MAX_LINE = 300
 
@@ -79,13 +79,14 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
             argument, help = command.argument
             made[name].add_argument(argument, nargs="?", metavar=argument.upper(), help=help)
         add_options(made[name], command.config)
-    commands.add_parser(  # only for its help: see _dispatch
+    shown = commands.add_parser(  # only for its help: see _dispatch
         "config",
         help=CONFIG_HELP,
         description=f"{CONFIG_HELP[0].upper()}{CONFIG_HELP[1:]}: a flag, an environment variable, the YAML file or the "
         "default. Takes the flags of COMMAND, which is up if none is given.",
-        usage="tandem config [COMMAND] [FLAGS]",
+        usage="tandem config [COMMAND] [FLAGS]\n       tandem config --check FILE [COMMAND]",
     )
+    shown.add_argument("--check", metavar="FILE", help=CHECK_HELP)
     return parser, made
 
 
@@ -112,6 +113,8 @@ def _dispatch(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return 0
+    if words[0] == "config" and words[1:2] and words[1].partition("=")[0] == "--check":
+        return _check(words[1:], commands)
     explain = words[0] == "config" and words[1:2] not in (["--help"], ["-h"])
     if explain:  # `tandem config COMMAND FLAGS` accepts the flags of COMMAND
         words = _explained(words[1:], commands)
@@ -122,6 +125,20 @@ def _dispatch(words: list[str]) -> int:
     arguments = vars(given)
     run: Callable[[dict[str, Any]], int] = arguments.pop("run")
     return _config(COMMANDS[name], arguments) if explain else run(arguments)
+
+
+def _check(words: list[str], commands: Collection[str]) -> int:
+    """Run ``tandem config --check FILE [COMMAND]``; ``words`` begin with the flag."""
+    flag, _, file = words[0].partition("=")
+    file, rest = (file, words[1:]) if file else (next(iter(words[1:]), ""), words[2:])
+    if not file or file.startswith("-"):
+        raise StartError(f"{flag} needs a file", "it checks the options in one", "tandem config --check FILE")
+    name = _named(rest, commands) if rest else ""
+    if name and (name not in COMMANDS or len(name.split()) < len(rest)):
+        raise StartError("tandem config --check takes a file and a command", f"not {' '.join(rest)}", "leave it out")
+    from deploy.cli.check import run
+
+    return run(Path(file), name)
 
 
 def _named(words: Sequence[str], commands: Collection[str]) -> str:
