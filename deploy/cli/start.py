@@ -17,6 +17,7 @@ from common.config.coordinator import CoordinatorConfig
 from common.config.keygen import KeygenConfig
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
+from common.platform import service_manager
 from common.platform.device import calm_threads
 from common.platform.log import setup_logging
 
@@ -37,7 +38,7 @@ def coordinator(config: CoordinatorConfig) -> int:
     setup_logging(config.log_level, config.log_format, "coordinator")
     from coordinator.app import run
 
-    return run(config)
+    return run(config, lambda url, control: service_manager.ready(f"serving at {url}, workers at {control}"))
 
 
 def worker(config: WorkerConfig) -> int:

@@ -16,6 +16,7 @@ import os
 import msgspec
 
 from common.core.errors import StartError
+from common.platform import service_manager
 
 log = logging.getLogger(__name__)
 Fact = int | float | str | bool | list[str]
@@ -76,7 +77,9 @@ def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
         _write(Report(stage, done, total, text[:_MAX_TEXT]))
     elif stage != _Sink.stage or (total and done == total):
         _Sink.stage = stage
-        log.info("%s%s%s", stage, f" {done}/{total}" if total else "", f": {text}" if text else "")
+        line = f"{stage}{f' {done}/{total}' if total else ''}{f': {text}' if text else ''}"
+        log.info("%s", line)
+        service_manager.progress(line)
 
 
 def ready(**facts: Fact) -> None:
@@ -88,7 +91,9 @@ def ready(**facts: Fact) -> None:
         notes = facts.pop("notes", [])
         for note in notes if isinstance(notes, list) else []:
             log.info("%s", note)
-        log.info("ready: %s", ", ".join(f"{name} {value}" for name, value in facts.items()))
+        line = ", ".join(f"{name} {value}" for name, value in facts.items())
+        log.info("ready: %s", line)
+        service_manager.ready(line)
 
 
 def failed(error: StartError) -> None:

@@ -25,6 +25,7 @@ from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.ids import WorkerName
 from common.net.hosts import bracketed
+from common.platform import service_manager
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
 from deploy.launcher.child import ChildProcess
@@ -199,6 +200,7 @@ class Supervisor:
         links = await probe.measured_links(len(children.of_role("prefill")) * len(children.of_role("decode")))
         named = Serving(config.served_name, self._url, workers, links, self._keyed, config.chat, self._chats)
         self._screen.serving(named)
+        service_manager.ready(f"serving {config.served_name} at {self._url}")
 
     async def _chat(self) -> None:
         self._chatting = True
@@ -269,6 +271,7 @@ class Supervisor:
         if at_once:
             self._screen.fact("a signal came before all processes were ready: stopping at once")
             return
+        service_manager.stopping()
         self._screen.fact("stopping: waiting for running requests; a second Ctrl-C or SIGTERM stops at once")
         children = self._children
         for child in children:
