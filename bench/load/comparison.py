@@ -132,6 +132,31 @@ def best(outcomes: Iterable[Outcome], figure: str) -> Outcome | None:
     )
 
 
+def pays(apart: Outcome, together: Outcome, figure: str) -> bool:
+    """Return whether the disaggregated system ``apart`` is so much better than the colocated one that it should be
+    run: by ``figure`` in every round, and if either system meets the objectives at all."""
+    if not (apart.answered and together.answered) or _most_inside(apart, together) < LITTLE:
+        return False
+    gain = apart.against(together, figure)
+    alone = not together.figure("goodput").high and apart.figure("goodput").low > 0
+    return alone or (gain.low > 1 and gain.median >= WORTH)
+
+
+def _most_inside(*outcomes: Outcome) -> float:
+    return max(each.figure("inside").high for each in outcomes)
+
+
+def recommended(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Return the system that :func:`verdict` advises; None if there is nothing to compare, or if the load is too high
+    for all."""
+    figure = merit(outcomes)
+    apart = best((each for each in outcomes if each.disaggregated), figure)
+    together = best((each for each in outcomes if each.colocated), figure)
+    if apart is None or together is None or _most_inside(apart, together) < LITTLE:
+        return None
+    return apart if pays(apart, together, figure) else together
+
+
 def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[str]:
     """Say whether to disaggregate and why, which pool sizes might be better, and how the server at ``--url`` compares
     with the best of these systems."""
@@ -147,23 +172,20 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
         return ["No advice: it takes a disaggregated and a colocated system to compare."]
     if silent := [each.system for each in (apart, together) if not each.answered]:
         return [f"No advice: {' and '.join(silent)} answered no request."]
-    gain = apart.against(together, figure)
-    advised = False
+    gain, advised = apart.against(together, figure), pays(apart, together, figure)
     tail = together.against(apart, "itl_p99")
     output = apart.against(together, "output")
     lines = []
-    most = max(each.figure("inside").high for each in (apart, together))
+    most = _most_inside(apart, together)
     if most < LITTLE:
         few = f"at most {most:.0%} of requests are" if most else "no request is"
         lines.append(
             f"This comparison gives no reason to disaggregate: {few} inside {objectives} with either system, so the "
             "load is too high for these cores or the objectives are too strict."
         )
-    elif not together.figure("goodput").high and apart.figure("goodput").low:
-        advised = True
+    elif advised and not together.figure("goodput").high:
         lines.append(f"Disaggregate, as {apart.system}: {together.system} has no request inside {objectives}.")
-    elif gain.low > 1 and gain.median >= WORTH:
-        advised = True
+    elif advised:
         lines.append(
             f"Disaggregate, as {apart.system}: {gain:.2f} times as many requests inside {objectives} as "
             f"{together.system}."

@@ -18,6 +18,7 @@ from bench.load.setup import times, workload
 from bench.load.tokens import FileTokenizer
 from bench.load.workloads import PlannedRequest, random_asks, relabelled
 from bench.simulate import cost as costs
+from bench.simulate import prediction
 from bench.simulate.cost import CostModel, fit, hats, load_costs, machines_differ, shape, source
 from bench.simulate.world import Limits, World
 from common import builtin
@@ -271,7 +272,7 @@ def test_plan_refuses_invalid_input(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("running", "measure", "served_gap_s"):
-        monkeypatch.setattr(plan, name, lambda *_: pytest.fail("something was measured"))
+        monkeypatch.setattr(prediction, name, lambda *_: pytest.fail("something was measured"))
 
 
 @pytest.mark.parametrize(
@@ -333,8 +334,8 @@ def test_costs_that_are_measured_are_kept_with_where_they_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A second plan reuses the saved costs and reports the same origin."""
-    monkeypatch.setattr(plan, "served_gap_s", lambda *_: 0.05)
-    monkeypatch.setattr(plan, "measure", lambda *_: COST)
+    monkeypatch.setattr(prediction, "served_gap_s", lambda *_: 0.05)
+    monkeypatch.setattr(prediction, "measure", lambda *_: COST)
     cost, plans = tmp_path / "cost.json", [tmp_path / "first.json", tmp_path / "second.json"]
     for each in plans:
         words = f"bench plan --cost {cost} --num-prompts 2 --systems 1p1d,2c --random-input-len 100 --save {each}"
@@ -417,7 +418,7 @@ def test_plan_rounds_use_workload_of_compare() -> None:
         model="", num_prompts=8, random_input_len=40, random_range_ratio=0.5, request_rate=3, seed=5
     )
     tokenizer = FileTokenizer(builtin.path())
-    rounds = [plan._round(words, number, tokenizer, 1 << 20) for number in range(3)]
+    rounds = [prediction.round_of(words, number, tokenizer, 1 << 20) for number in range(3)]
     for number, (asks, due) in enumerate(rounds):
         config = BenchCompareConfig(
             model="", num_prompts=8, random_input_len=40, random_range_ratio=0.5, request_rate=3, seed=5 + number

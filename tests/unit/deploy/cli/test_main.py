@@ -17,7 +17,8 @@ from typing import get_type_hints
 
 import pytest
 
-from bench.commands import compare, plan
+from bench.commands import compare
+from bench.simulate import prediction
 from common.core.errors import StartError
 from common.net import http_client
 from deploy.cli import main as cli
@@ -365,7 +366,7 @@ def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_benchmark_checks_options_before_start(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (compare, plan):
+    for module in (compare, prediction):
         monkeypatch.setattr(module, "running", lambda *_: pytest.fail("something was started"))
     assert cli.main(["bench", *words.format(tmp_path).split()]) == 1
     error = capsys.readouterr().err
