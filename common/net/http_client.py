@@ -6,8 +6,10 @@ server only through its public HTTP API.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +33,8 @@ class HttpError(TandemError):
 
 
 PAGE_S = 10.0
+MAX_LINE = 8 << 20
+"""Longest line of an event stream, in bytes."""
 
 
 class HttpClient:
@@ -97,6 +101,26 @@ class HttpClient:
             raise HttpError(_message(answer) or f"HTTP status {response.status}", response.status)
         return answer
 
+    def events(self, path: str) -> EventStream:
+        """Open the server-sent events of ``path``, to be closed by the caller. Raises HttpError with the server's
+        message unless the status is 200, OSError if no HTTP server answers."""
+        connection = self._connect(self._host, self._port, timeout=min(self._timeout_s, PAGE_S))
+        try:
+            headers = {"Accept": "text/event-stream", **self._headers}
+            connection.request("GET", self._path + path, headers=headers)
+            sock = connection.sock  # the response takes it over
+            response = connection.getresponse()
+            if response.status != 200:
+                answer = _parse(response.read(MAX_LINE))
+                raise HttpError(_message(answer) or f"HTTP status {response.status}", response.status)
+        except (http.client.HTTPException, UnicodeError) as error:
+            connection.close()
+            raise OSError(str(error) or type(error).__name__) from error
+        except BaseException:
+            connection.close()
+            raise
+        return EventStream(connection, response, sock)
+
     def model(self) -> str:
         """Return the name of the server's first model; raises StartError as :meth:`served`."""
         return str(self.served()["id"])
@@ -136,6 +160,47 @@ class HttpClient:
             raise HttpError(f"the connection broke: {str(error) or type(error).__name__}") from error
         finally:
             connection.close()
+
+
+class EventStream:
+    """An open stream of server-sent events. Iterate to get the name and the JSON object of each. Raises OSError if the
+    connection breaks, or if nothing arrives for ``PAGE_S``."""
+
+    def __init__(
+        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, sock: socket.socket
+    ) -> None:
+        self._connection, self._response, self._socket = connection, response, sock
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        name = ""
+        try:
+            while line := self._response.readline(MAX_LINE):
+                if not line.endswith(b"\n"):
+                    raise OSError(f"the server sent a line of more than {MAX_LINE:,} bytes")
+                field, _, value = line.strip().partition(b":")
+                if field == b"event":
+                    name = value.strip().decode(errors="replace")
+                elif field == b"data" and isinstance(data := _parse(value), dict):
+                    yield name, data
+                    name = ""
+        except (http.client.HTTPException, ValueError) as error:  # cut off, or closed meanwhile
+            raise OSError(str(error) or type(error).__name__) from error
+
+    def interrupt(self) -> None:
+        """End the iteration in another thread, which closes the stream. Safe at any time."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._response.close()
+        self._connection.close()
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
