@@ -91,6 +91,7 @@ NOT_FAST_MODULES = frozenset(
         *(
             "unit/bench/commands/test_serve",
             "unit/deploy/cli/test_main",
+            "unit/deploy/doctor/test_doctor",
             "unit/deploy/ranks/test_group",
             "unit/deploy/test_worker",
             "unit/coordinator/test_process",

@@ -13,11 +13,16 @@ from pathlib import Path
 log = logging.getLogger("tandem.cache")
 
 
-def cache_root() -> Path:
-    """Return ``$TANDEM_CACHE``, else ``$XDG_CACHE_HOME/tandem``, else ``~/.cache/tandem``; created if needed. If it
-    cannot be written, a temporary directory that is removed when this process ends."""
+def configured_root() -> Path:
+    """Return ``$TANDEM_CACHE``, else ``$XDG_CACHE_HOME/tandem``, else ``~/.cache/tandem``, whether it exists or not."""
     given, base = os.environ.get("TANDEM_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    path = Path(given) if given else (Path(base) if base else Path.home() / ".cache") / "tandem"
+    return Path(given) if given else (Path(base) if base else Path.home() / ".cache") / "tandem"
+
+
+def cache_root() -> Path:
+    """Return :func:`configured_root`, created if needed. If it cannot be written, a temporary directory that is removed
+    when this process ends."""
+    path = configured_root()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -32,6 +32,7 @@ from common.config.bench.serve import BenchServeConfig
 from common.config.bench.wire import BenchWireConfig
 from common.config.chat import ChatConfig
 from common.config.coordinator import CoordinatorConfig
+from common.config.doctor import DoctorConfig
 from common.config.eval import EvalConfig
 from common.config.inspect import InspectConfig
 from common.config.keygen import KeygenConfig
@@ -39,6 +40,7 @@ from common.config.options import Loaded, load
 from common.config.quantize import QuantizeConfig
 from common.config.scale import ScaleConfig
 from common.config.status import StatusConfig
+from common.config.top import TopConfig
 from common.config.trace import TraceConfig
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
@@ -97,6 +99,11 @@ COMMANDS = {
         Command(
             "status", "show the workers of a running server, their GPUs, and why a worker is absent", StatusConfig,
             "deploy.cli.status:run",
+        ),
+        Command("top", "watch a running server: workers, queue, links and requests", TopConfig, "deploy.cli.top:run"),
+        Command(
+            "doctor", "check this machine, a configuration and a running system, and say what to do", DoctorConfig,
+            "deploy.cli.doctor:run", measures=True,
         ),
         Command(
             "trace", "show where the time of a request went, as a waterfall in text", TraceConfig,

@@ -14,14 +14,15 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import ROOT
 from tests.fakes.live_server import LiveServer, request, system, worker
 from tests.pace import scaled
 
 pytestmark = pytest.mark.processes
+ROOT = Path(__file__).parents[4]
 FRAME_END = "\x1b[?2026l"
 
 
