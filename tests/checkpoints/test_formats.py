@@ -85,6 +85,35 @@ async def test_colocated(up: Callable[..., Any], reference: Reference) -> None:
             await ask_all(client, reference, "colocated")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("Q4_1 as SmolLM2", "llama"),
+        *(pytest.param(Case(*each), marks=pytest.mark.whole) for each in (("Q4_K_M", "qwen3-moe"), ("AWQ", "qwen3"))),
+    ],
+    ids=str,
+)
+async def test_integer_products_are_the_same_in_both_topologies(
+    case: Case, tmp_path: Path, one_spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the default. Their results depend neither on the batch nor on the worker."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    TandemProcess.spawner = one_spawner
+    model, answers = case.make(tmp_path).model, []
+    apart, together = ("--prefill", "1", "--decode", "1", "--local-prefill", "never"), ("--colocated", "1")
+    for name, flags in (("apart", apart), ("together", together)):
+        (tmp_path / name).mkdir()
+        with RunningSystem.up(tmp_path / name, model, *flags) as system:
+            async with system.client() as client:
+                fields = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+                answers.append(
+                    await asyncio.gather(*(client.complete(prompt_of(n, 5), **fields) for n in (3, 90, 400)))
+                )
+            assert "products are integer" in system.process.text
+    TandemProcess.spawner = None
+    assert [each.ids for each in answers[0]] == [each.ids for each in answers[1]]
+
+
 async def migrations(client: ApiClient) -> float:
     async with client.session.get("/metrics") as response:
         lines = (await response.text()).splitlines()
