@@ -99,6 +99,18 @@ def settings_beside(directory: Path) -> dict[str, Any] | None:
     return None
 
 
+def refuse_use(model: str, kind: WeightFormat, quantization: str, ranks: int) -> None:
+    """Raise StartError if a worker of so many ``ranks`` cannot serve weights of this ``kind`` with ``--quantization``
+    as given."""
+    if not kind.method:
+        return
+    why = f"its weights are quantized, in {kind.shown}"
+    if quantization == "fp8":
+        raise StartError(f"cannot serve {model} in fp8", why, "omit it")
+    if ranks > 1:
+        raise StartError(f"cannot split {model} among {ranks} ranks", why, "serve it with --tensor-parallel-size 1")
+
+
 def refuse_codes(model: str, tensors: Iterable[tuple[str, str]]) -> None:
     """Raise StartError if one of the ``tensors`` (name and type) of a checkpoint that names no quantization is a weight
     of something else than floats, whose scales would be ignored."""

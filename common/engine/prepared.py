@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from common.checkpoint.files import ROUNDED, Checkpoint
-from common.core.errors import StartError
+from common.checkpoint.formats import refuse_use
 from common.engine.faults import shortage_in_words
 from common.engine.parallel import Leader
 from common.kernels import cpu, triton
@@ -166,16 +166,11 @@ def _keeps(
 def _source(checkpoint: Checkpoint, quantization: Quantization, leader: Leader | None) -> WeightSource | None:
     """Return the weights of a quantized checkpoint, or those of another one that is to be rounded; None for a model
     that is loaded as it is, or by ranks. Raises StartError if a quantized one cannot be served in this way."""
-    shown = checkpoint.format.shown
-    if not checkpoint.format.method:
-        bits = ROUNDED.get(quantization)
-        return None if leader is not None or bits is None else open_rounded(checkpoint, bits)
-    if quantization == "fp8":
-        raise StartError(f"cannot serve {checkpoint.name} in fp8", f"its weights are quantized, in {shown}", "omit it")
-    if leader is not None:
-        why, todo = f"its weights are quantized, in {shown}", "serve it with --tensor-parallel-size 1"
-        raise StartError(f"cannot split {checkpoint.name} among {leader.size} ranks", why, todo)
-    return open_source(checkpoint)
+    refuse_use(checkpoint.name, checkpoint.format, quantization, 1 if leader is None else leader.size)
+    if checkpoint.format.method:
+        return open_source(checkpoint)
+    bits = ROUNDED.get(quantization)
+    return None if leader is not None or bits is None else open_rounded(checkpoint, bits)
 
 
 def move(model: nn.Module, where: torch.device) -> None:

@@ -10,6 +10,7 @@ from errno import EADDRNOTAVAIL
 from typing import NamedTuple
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
+from common.checkpoint.formats import refuse_use
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import NOT_OURS, StartError, reason
@@ -37,6 +38,7 @@ def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], obj
     reserved within the block. Calls ``say`` with what is to be known about the checkpoint. Raises StartError."""
     config.check_binds()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+    refuse_use(checkpoint.name, checkpoint.format, config.quantization, _ranks(config))
     check_memory(checkpoint, config, len(places), places)
     chats = check_text(checkpoint, config)
     for remark in checkpoint.remarks():
@@ -57,6 +59,7 @@ def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], obj
 
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
     """Check the start of one worker without a launcher. Raises StartError."""
+    refuse_use(checkpoint.name, checkpoint.format, config.quantization, config.tensor_parallel_size)
     cores.choose(config.cores)
     check_name(config.coordinator)
     machines, _ = device.choose_ranks(config.device, config.tensor_parallel_size)

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+from common.checkpoint.files import open_checkpoint
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
@@ -26,7 +27,7 @@ from deploy.cli import main as cli
 from deploy.launcher import builtin, cores, preflight, status
 from deploy.launcher.child import how_it_ended
 from deploy.launcher.gpus import Place
-from deploy.launcher.preflight import check_up, claim_port
+from deploy.launcher.preflight import check_up, check_worker, claim_port
 from deploy.launcher.screen import Lines, Serving, Terminal, WorkerFacts, chat_ended
 from deploy.launcher.supervisor import reachable
 from tests.fakes.checkpoint import fake_checkpoint
@@ -218,6 +219,23 @@ def test_two_free_ports_are_never_the_same(
     assert not kept
     with pytest.raises(StartError, match="both 8000"):
         check_up(replace(config, port=8000, control_port=8000), [Place()] * 2).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [({"tensor_parallel_size": 2}, "among 2 ranks"), ({"quantization": "fp8"}, "in fp8")]
+)
+def test_quantized_weights_are_refused_before_anything_starts(flags: Any, said: str, tmp_path: Path) -> None:
+    model = fake_checkpoint(tmp_path)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    content = json.loads((model / "config.json").read_text()) | {"quantization_config": settings}
+    (model / "config.json").write_text(json.dumps(content))
+    config = UpConfig(model=str(model), port=0, control_port=0, max_model_len=64, **flags)
+    with pytest.raises(StartError, match=said) as caught:
+        check_up(config, [Place()] * 2).__enter__()
+    assert "GPTQ" in caught.value.why
+    worker = WorkerConfig(model=str(model), role="decode", max_model_len=64, **flags)
+    with pytest.raises(StartError, match=said):
+        check_worker(open_checkpoint(str(model)), worker)
 
 
 def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
