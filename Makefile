@@ -213,6 +213,6 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 # depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(call needs,test bench docs)
+	@$(call needs,test bench docs otel)
 	@$(PIP) --no-deps nixl nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@

@@ -39,6 +39,7 @@ from coordinator.metrics import Metrics, RequestCounts
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import shutting_down
+from coordinator.requests.trace_context import TraceSampler
 from coordinator.routing.queue_pressure import QueuePressure
 from coordinator.routing.router import Router
 
@@ -157,17 +158,30 @@ async def running(
     metrics.bad_messages = lambda: gateway.bad_messages
     metrics.open_breakers = lambda: router.breakers.open
     metrics.cut_off_peers = lambda: gateway.ban_list.cut_off
-    dispatcher.start()
-    try:
-        with (
-            contextlib.closing(_LagSampler(metrics.loop_lag)),
-            contextlib.closing(Feed(dispatcher, metrics, model.name, product_version())) as feed,
-        ):
-            yield Services(config, model, dispatcher, registry, metrics, feed, scale)
-    finally:
-        dispatcher.close()
-        gateway.close()
-        model.close()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(model.close)
+        stack.callback(gateway.close)
+        await stack.enter_async_context(_exporting(config, model.name, dispatcher, metrics))
+        dispatcher.start()
+        stack.callback(dispatcher.close)
+        stack.enter_context(contextlib.closing(_LagSampler(metrics.loop_lag)))
+        feed = Feed(dispatcher, metrics, model.name, product_version())
+        stack.enter_context(contextlib.closing(feed))
+        sampler = TraceSampler(config.trace_sample_ratio if config.otlp_traces_endpoint else None)
+        yield Services(config, model, dispatcher, registry, metrics, feed, scale, sampler)
+
+
+def _exporting(
+    config: CoordinatorConfig, model: str, dispatcher: Dispatcher, metrics: Metrics
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return what exports traces and metrics by OTLP while it is entered, if that is configured. Raises StartError if
+    a package is missing."""
+    if not (config.otlp_traces_endpoint or config.otlp_metrics_endpoint):
+        return contextlib.nullcontext()
+    config.check_telemetry()
+    from coordinator.telemetry.start import exporting
+
+    return exporting(config, model, product_version(), dispatcher.timelines, metrics.traces)
 
 
 @contextlib.asynccontextmanager

@@ -181,6 +181,14 @@ class Metrics:
             "tandem_clients_cut_off", "Clients cut off because they stopped reading or sending.", ("while",),
             registry=self.registry,
         )  # fmt: skip
+        self._traces = Counter(
+            "tandem_otlp_traces",
+            "Traces of requests by what became of them: sent, dropped (the queue was full) or failed (not taken).",
+            ("outcome",),
+            registry=self.registry,
+        )
+        for outcome in ("sent", "dropped", "failed"):
+            self._traces.labels(outcome)
         self._lag = Histogram(
             "tandem_event_loop_lag_seconds", "Lag of the coordinator's event loop.", buckets=_STAGES,
             registry=self.registry,
@@ -232,6 +240,10 @@ class Metrics:
     def cut_off(self, doing: str) -> None:
         """Count a client whose connection was cut because it stopped ``reading`` or ``sending``."""
         self._cut_off.labels(doing).inc()
+
+    def traces(self, outcome: str, count: int) -> None:
+        """Count traces that were ``sent`` to an OTLP receiver, ``dropped`` or ``failed``."""
+        self._traces.labels(outcome).inc(count)
 
     def set_back(self, *, migration: bool) -> None:
         """Count a new attempt of a request: a migration if it had output already, else a retry."""

@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
+from common.config.redaction import without_login
 from common.core.errors import StartError, reason
 from common.net.hosts import parse_address
 from common.platform import secret_files
@@ -101,6 +103,15 @@ def decimal(least: float, most: float, metavar: str = "X") -> OptionKind:
         return value
 
     return OptionKind(metavar, f"a number from {least:g} to {most:g}", parse)
+
+
+def _parse_otlp(text: str) -> str:
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or url.fragment or "@" in url.netloc:
+        raise ValueError(text)
+    if url.port == 0:  # also raises ValueError for a port that is no number
+        raise ValueError(text)
+    return text
 
 
 def one_of(*choices: str) -> OptionKind:
@@ -243,6 +254,7 @@ JSON_OBJECT = OptionKind("JSON", "a JSON object", _parse_object)
 SWITCH = OptionKind("", "true or false", _parse_switch)
 PORT = count(0, 65535)
 CPUS = OptionKind("CORES", "core numbers such as 0-3,5", _parse_cpus)
+OTLP_URL = OptionKind("URL", "an http or https URL without a login, such as http://127.0.0.1:4318", _parse_otlp)
 ADDRESS = OptionKind("HOST:PORT", "an address such as 10.0.0.1:8001", _parse_address)
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -281,11 +293,11 @@ class Option:
 
     def parse(self, text: str, origin: str) -> Any:
         """Parse the value that ``origin`` (a flag, variable or key of a file) gives. Raises StartError if it is not
-        valid; the text of a secret value is not shown."""
+        valid; the text of a secret value, and the password in a URL, are not shown."""
         try:
             return self.kind.parse(text)
         except (ValueError, OverflowError):
-            shown = "what was given" if self.secret else repr(text)
+            shown = "what was given" if self.secret else repr(without_login(text))
             raise StartError(
                 f"{origin} cannot be {shown}", f"it takes {self.kind.expects}", f"correct {origin}"
             ) from None

@@ -31,6 +31,7 @@ from coordinator.requests.spec import Options
 from coordinator.requests.timeline import Timeline
 from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.router import Chains
+from coordinator.telemetry.attributes import request_attributes
 from coordinator.text.tokenizer import StopStrings
 
 RETRY_COUNT = "x-stainless-retry-count"
@@ -101,9 +102,9 @@ async def answer(
         # a prompt whose log-probabilities are requested is computed whole, whatever is cached
         scored = sampling.prompt_logprobs is not None
         chains = {} if scored else await model.prefix_chains(packed, options.cache_salt)
-        records.append(_record(services, arrived_at, packed, sampling, chains, options, reply, request[TRACE]))
+        records.append(_record(services, arrived_at, packed, sampling, chains, options, reply))
     for number, record in enumerate(records):
-        record.timeline = _timeline(request, shape, arrived_at, number, options)
+        record.timeline = _timeline(request, shape, number, record, options)
     reply.expect(records)
     request[RECORDS] = records
     with services.answers:
@@ -130,7 +131,6 @@ def _record(
     chains: Chains,
     options: Options,
     reply: Reply,
-    trace: TraceContext,
 ) -> RequestRecord:
     return RequestRecord(
         id=new_request_id(),
@@ -145,19 +145,21 @@ def _record(
         tokenized_at=time.monotonic(),
         deadline_at=arrived_at + services.config.request_timeout,
         open_ended=options.sampling.max_tokens is None and sampling.max_tokens != options.sampling.default_tokens,
-        trace=trace,
     )
 
 
-def _timeline(request: web.Request, shape: Shape, arrived_at: float, number: int, options: Options) -> Timeline:
-    """Return the timeline of the record ``number`` of an HTTP request."""
+def _timeline(request: web.Request, shape: Shape, number: int, record: RequestRecord, options: Options) -> Timeline:
+    """Return the timeline of ``record``, which has this ``number`` among those of an HTTP request."""
+    trace: TraceContext = request[TRACE] if number == 0 else request[TRACE].sibling()
+    exported = trace.sampled and request.app[SERVICES].sampler.records
     return Timeline(
         id=f"{shape.head.id}.{number}" if number else shape.head.id,
         request_id=request[REQUEST_ID],
-        trace_id=request[TRACE].trace_id,
         endpoint=route(request),
         stream=options.stream,
-        arrived_unix_s=time.time() - (time.monotonic() - arrived_at),
+        arrived_unix_s=time.time() - (time.monotonic() - record.arrived_at),
+        trace=trace,
+        asked=request_attributes(record.sampling, record.n) if exported else {},
     )
 
 

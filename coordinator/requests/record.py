@@ -18,7 +18,6 @@ from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Logprobs
 from coordinator.requests.state import RequestState
 from coordinator.requests.timeline import Timeline
-from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.breakers import Pair
 from coordinator.routing.paths import Path
 from coordinator.routing.router import HORIZON_TOKENS, Chains, Demand, Placement, Promise
@@ -75,8 +74,6 @@ class RequestRecord:
     open_ended: bool = False
     """The client set no output limit: ``sampling.max_tokens`` is what fitted on arrival, and a worker with less room
     may serve the request too."""
-    trace: TraceContext | None = None
-    """The place of the request in a trace; None if it did not come by HTTP."""
     progress: RequestState = field(init=False)
     order: int = 0
     queued: bool = False
@@ -153,7 +150,7 @@ class RequestRecord:
     @property
     def log_fields(self) -> dict[str, str]:
         """The fields of log lines about this request."""
-        return {"trace_id": self.trace.trace_id} if self.trace is not None else {}
+        return {"trace_id": trace_id} if (trace_id := self.timeline.trace_id) is not None else {}
 
     def end_wait(self) -> None:
         """Forget why the request waited for workers: it has been placed."""

@@ -24,6 +24,7 @@ from common.core.ids import RequestId
 from common.core.request import FinishReason
 from common.net.messages import PromptChunk
 from coordinator.requests.state import State
+from coordinator.requests.trace_context import TraceContext
 from coordinator.routing.router import Placement
 
 log = logging.getLogger("tandem.timeline")
@@ -169,7 +170,10 @@ class Timeline:
 
     id: str = ""
     request_id: str = ""
-    trace_id: str | None = None
+    trace: TraceContext | None = None
+    """Its place in a trace; None if it did not come by HTTP."""
+    asked: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of a request whose trace is exported."""
     endpoint: str = ""
     stream: bool = False
     arrived_unix_s: float = 0.0
@@ -181,6 +185,7 @@ class Timeline:
     retries: int = 0
     migrations: int = 0
     error: str | None = None
+    error_code: str = ""
     version: int = 0
     """Grows with every change that listeners see."""
     internal_id: RequestId = _NO_ID
@@ -197,6 +202,11 @@ class Timeline:
         self.arrived_at, self.tokenized_at = record.arrived_at, record.tokenized_at
         self.attempts = [Attempt(0, record.tokenized_at)]
         self._changed("start")
+
+    @property
+    def trace_id(self) -> str | None:
+        """The id of the trace that the request belongs to, 32 hexadecimal digits."""
+        return self.trace.trace_id if self.trace is not None else None
 
     @property
     def over(self) -> bool:

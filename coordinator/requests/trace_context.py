@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 SAMPLED = 1
@@ -38,6 +38,10 @@ class TraceContext:
     """Whether spans of the trace are recorded."""
     state: str = ""
     """The caller's ``tracestate``, which is passed on unchanged; "" for none."""
+
+    def sibling(self) -> TraceContext:
+        """Return the context of another server span with the same parent."""
+        return replace(self, span_id=secrets.token_hex(8))
 
     def headers(self) -> dict[str, str]:
         """Return the headers with which a response, or a request to another service, names this context."""

@@ -46,7 +46,7 @@ def shown(timeline: Timeline, *, spans: bool = True) -> Json:
         "path": facts.path if timeline.placed else None,
         "stream": timeline.stream,
         "prompt_tokens": facts.prompt_tokens,
-        "cached_tokens": _cached(timeline),
+        "cached_tokens": cached_tokens(timeline),
         "output_tokens": facts.output_tokens,
         "choices": facts.choices,
         "finish": list(facts.finish),
@@ -234,7 +234,7 @@ def _decode(attempt: Attempt, start: float | None, until: float | None, facts: F
     return Span("decode", max(first, start), until, attempt.number, attempt.decode, detail=detail)
 
 
-def _cached(timeline: Timeline) -> int:
+def cached_tokens(timeline: Timeline) -> int:
     """Return the prompt tokens that the attempt which began the answer found in a prefix cache."""
     for attempt in timeline.attempts:
         if "cached_tokens" in attempt.timings and (attempt.first_token_at is not None or attempt.lost_at is None):

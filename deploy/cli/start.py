@@ -59,6 +59,8 @@ def _openable(config: R) -> R:
     from deploy.launcher import builtin
 
     config.check_binds()
+    if isinstance(config, CoordinatorConfig):
+        config.check_telemetry()
     named, notice = builtin.with_model(config, os.environ)
     if notice:
         print(f"no model is given, {notice}", file=sys.stderr)

@@ -37,6 +37,7 @@ def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], obj
     """Check the start of workers at ``places`` and yield ``config`` with free ports in place of port 0. The ports are
     reserved within the block. Calls ``say`` with what is to be known about the checkpoint. Raises StartError."""
     config.check_binds()
+    config.check_telemetry()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     refuse_use(checkpoint.name, checkpoint.format, config.quantization, _ranks(config))
     check_memory(checkpoint, config, len(places), places)

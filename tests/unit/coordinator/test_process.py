@@ -27,15 +27,16 @@ from tests.pace import scaled
 ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import json, sys
+HEAVY = ("torch", "transformers", "triton", "opentelemetry")
 from common.config.coordinator import CoordinatorConfig
 from coordinator.app import run
 
 def ready(url, address):
-    heavy = [name for name in ("torch", "transformers", "triton") if name in sys.modules]
+    heavy = [name for name in HEAVY if name in sys.modules]
     print(json.dumps([url, address, heavy]), flush=True)
 
 code = run(CoordinatorConfig(**json.loads(sys.argv[1])), ready)
-print(json.dumps([name for name in ("torch", "transformers", "triton") if name in sys.modules]), flush=True)
+print(json.dumps([name for name in HEAVY if name in sys.modules]), flush=True)
 sys.exit(code)
 """
 
