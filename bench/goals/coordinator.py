@@ -101,21 +101,28 @@ class Children:
 @contextmanager
 def serving(field: Field) -> Iterator[Served]:
     """Run a coordinator, its workers and the bare server in processes of their own."""
-    model, children = str(field.model), Children()
+    children = Children()
     try:
-        url, address = children.start_and_receive(_coordinate, model)
-        pid = children.processes[0].pid
-        assert pid is not None
-        for role in ("prefill", "decode"):
-            children.start(mocks.work, model, role, address, STEP_S)
-        _wait_until_ready(url, children.processes)
-        name = str(HttpClient(url).served(None)["id"])
-        extra = {"ignore_eos": True, "temperature": 0, "return_metrics": True}
-        target = Target(url, name, timeout_s=ANSWER_S, extra=extra)
+        target, pid = coordinating(children, str(field.model), _coordinate)
         events = uvloop.run(events_of(target, target.body(field.asks(1, INPUT, OUTPUT)[0])))
         yield Served(target, pid, replace(target, url=children.start_and_receive(mocks.replay, events, STEP_S)))
     finally:
         children.end()
+
+
+def coordinating(
+    children: Children, model: str, coordinate: Callable[..., None], *arguments: object
+) -> tuple[Target, int]:
+    """Start the coordinator ``coordinate(model, *arguments, pipe)`` and its workers. Return where to send requests, and
+    the coordinator's process id. Raises StartError if they do not become ready."""
+    url, address = children.start_and_receive(coordinate, model, *arguments)
+    pid = children.processes[-1].pid
+    assert pid is not None
+    for role in ("prefill", "decode"):
+        children.start(mocks.work, model, role, address, STEP_S)
+    _wait_until_ready(url, children.processes)
+    extra = {"ignore_eos": True, "temperature": 0, "return_metrics": True}
+    return Target(url, str(HttpClient(url).served(None)["id"]), timeout_s=ANSWER_S, extra=extra), pid
 
 
 def _wait_until_ready(url: str, children: Sequence[BaseProcess]) -> None:

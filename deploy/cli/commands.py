@@ -24,6 +24,7 @@ from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.config.bench.kernels import BenchKernelsConfig
 from common.config.bench.lent_core import BenchLentCoreConfig
 from common.config.bench.mock_server import BenchMockServerConfig
+from common.config.bench.observability import BenchObservabilityConfig
 from common.config.bench.pages import BenchPagesConfig
 from common.config.bench.plan import BenchPlanConfig
 from common.config.bench.quality import BenchQualityConfig
@@ -173,6 +174,10 @@ COMMANDS = {
         Command(
             "bench handoff-cost", "measure the CPU time that fault detection and verification add to a request",
             BenchHandoffCostConfig, "bench.micro.handoff_cost:run", measures=True,
+        ),
+        Command(
+            "bench observability", "measure what tracing, the live page and access lines cost the coordinator",
+            BenchObservabilityConfig, "bench.micro.observability:run", measures=True,
         ),
         Command(
             "bench lent-core", "measure engine steps with and without a core lent by an idle worker",

@@ -1,0 +1,41 @@
+"""The benchmark of tracing, page and access lines: with all three on, every trace arrives and tokens are counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.load.tokens import FileTokenizer, ordinary_ids
+from bench.load.workloads import random_asks
+from bench.micro import observability
+from deploy.cli import main as cli
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_coordinator_is_measured_with_everything_on(checkpoint: Callable[[str], Path]) -> None:
+    model = checkpoint("llama")
+    ids = ordinary_ids(FileTokenizer(model))
+    asks, warm = random_asks(ids, 6, 8, 20, seed=1), random_asks(ids, 2, 8, 4, seed=2)
+    assert 0 < observability.measure(str(model), observability.SETTINGS["all three"], asks, warm) < 1e6
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+def test_each_setting_is_compared_with_none(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "cost.json"
+    words = "--rounds 1 --max-concurrency 4 --random-output-len 32"
+    command = ["bench", "observability", str(checkpoint("llama")), *words.split(), "--save", str(saved)]
+    assert cli.main(command) == 0
+    reported = capsys.readouterr().out
+    assert re.findall(r"^  (\S.*?) +\d+\.\d\d us", reported, re.MULTILINE) == list(observability.SETTINGS)
+    figures = json.loads(saved.read_text())
+    assert {name: len(each) for name, each in figures["us_per_token"].items()} == dict.fromkeys(
+        observability.SETTINGS, 1
+    )
