@@ -1,8 +1,8 @@
 """Measures what fewer bits per weight or per KV element cost in quality: ``tandem bench quality``.
 
-The engine computes the next-token distributions over the golden chats with their reference answers, token by token as
-in decoding, in float32 and in each format to be judged. Three figures over the tokens of all answers compare a format
-with float32: the perplexity of the references, the fraction of positions with the same most likely token, and the
+The engine computes the next-token distributions over the golden chats with their reference answers, or over a text,
+token by token as in decoding, in float32 and in each format to be judged. Three figures over these tokens compare a
+format with float32: their perplexity, the fraction of positions with the same most likely token, and the
 Kullback-Leibler divergence in nats. bfloat16 is included because the 8-bit formats are alternatives to it, of half its
 size. Of a checkpoint that is quantized already, integer products are compared with exact ones.
 """
@@ -21,7 +21,7 @@ from bench.load import results
 from common import builtin
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.bench.quality import BenchQualityConfig
-from common.core.errors import RequestError, StartError
+from common.core.errors import RequestError, StartError, reason
 from common.core.ids import BlockId
 from common.core.sequence import Batch, Segment
 from common.engine.loading import load_engine
@@ -32,6 +32,8 @@ from coordinator.api.openai import parse_chat
 from coordinator.text.tokenizer import TextModel
 
 AT_ONCE, LONGEST = 32, 1024
+PIECE = 512
+"""Tokens of a piece of a text. The first one is not predicted."""
 
 
 class Way(NamedTuple):
@@ -75,9 +77,11 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The figures of one format, compared with float32."""
+    """The figures of one format, compared with float32. ``uncertainty``: twice the standard error of the perplexity's
+    relative change, from the spread of the tokens' log-probabilities."""
 
     perplexity: float
+    uncertainty: float
     same_token: float
     divergence: float
 
@@ -87,6 +91,18 @@ def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
     model cannot take them."""
     text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
     return [rendered(text, record) for record in read_golden(golden)[0]]
+
+
+def pieces(checkpoint: Checkpoint, file: Path) -> list[Chat]:
+    """Cut the text of ``file`` into pieces. Raises StartError if it cannot be read or has fewer than two tokens."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"cannot read {file}", reason(error), "name a text file in UTF-8") from error
+    ids = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size).encode(text, add_special_tokens=False)
+    if len(ids) < 2:
+        raise StartError(f"cannot predict {file}", "it has fewer than two tokens", "name a longer text")
+    return [Chat(ids[at : at + PIECE], 1) for at in range(0, len(ids) - 1, PIECE)]
 
 
 def rendered(text: TextModel, record: dict[str, Any]) -> Chat:
@@ -156,8 +172,10 @@ def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -
     """Compare ``found`` with ``reference``, both from :func:`log_probabilities`; ``answers`` are the reference answers'
     token ids, int64 [answer tokens]."""
     likelihood = found.gather(1, answers[:, None])
+    change = likelihood - reference.gather(1, answers[:, None])
     return Quality(
         perplexity=float((-likelihood.mean()).exp()),
+        uncertainty=2 * float(change.std() / len(change) ** 0.5),
         same_token=float((found.argmax(1) == reference.argmax(1)).float().mean()),
         divergence=float((reference.exp() * (reference - found)).sum(1).mean()),
     )
@@ -166,17 +184,23 @@ def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -
 def run(config: BenchQualityConfig) -> int:
     """Print the perplexity of each way, its change from float32's, and the agreement."""
     checkpoint = open_checkpoint(config.model or str(builtin.path()))
-    asked = chats(checkpoint, Path(config.golden) if config.golden else GOLDEN)
+    if config.text:
+        asked = pieces(checkpoint, Path(config.text))
+    else:
+        asked = chats(checkpoint, Path(config.golden) if config.golden else GOLDEN)
     answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
     reference = log_probabilities(checkpoint, REFERENCE, asked)
     found = {"float32": judge(reference, reference, answers)}
     ways = QUANTIZED_WAYS if checkpoint.format.method else WAYS
     found |= {name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in ways.items()}
-    print(f"{len(answers):,} tokens of {len(asked)} answers")
-    print(f"{'format':<17} {'perplexity':>11} {'change':>8} {'same token':>11} {'divergence':>11}")
+    print(f"{len(answers):,} tokens of {len(asked)} {'pieces of text' if config.text else 'answers'}")
+    print(f"{'format':<17} {'perplexity':>11} {'change':>8} {'±':>7} {'same token':>11} {'divergence':>11}")
     for name, each in found.items():
         change = each.perplexity / found["float32"].perplexity - 1
-        print(f"{name:<17} {each.perplexity:>11.4f} {change:>+8.2%} {each.same_token:>11.2%} {each.divergence:>11.5f}")
+        print(
+            f"{name:<17} {each.perplexity:>11.4f} {change:>+8.2%} {each.uncertainty:>7.2%} {each.same_token:>11.2%} "
+            f"{each.divergence:>11.5f}"
+        )
     if config.save:
         figures = {"model_id": config.model or "built-in", "tokens": len(answers), "answers": len(asked)}
         results.save(Path(config.save), figures | {name: asdict(each) for name, each in found.items()})

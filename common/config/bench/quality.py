@@ -18,3 +18,7 @@ class BenchQualityConfig(SaveOption):
         None, "file of the golden set, JSON lines with reference answers", TEXT, "evaluation",
         shown_default="the built-in model's",
     )  # fmt: skip
+    text: str | None = option(
+        None, "text file that is predicted, token by token, in pieces of 512, instead of the golden answers", TEXT,
+        "evaluation", shown_default="the golden answers",
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from bench.eval.evaluate import GOLDEN
 from common import builtin
 from common.checkpoint.files import open_checkpoint
 from common.quantization.export import write_rounded
+from coordinator.text.tokenizer import TextModel
 from deploy.cli import main as cli
 from tests.reference import Reference
 
@@ -56,6 +57,25 @@ def test_a_way_is_judged_by_its_own_likelihood_and_by_how_far_it_is_from_the_ref
     first = half - 0.5 * (most + math.log(0.25))
     second = 0.75 * (most - math.log(0.25)) + 0.25 * (math.log(0.25) - most)
     assert found.divergence == pytest.approx((first + second) / 2)
+    changes = math.log(0.75) - half, math.log(0.25) - most
+    assert found.uncertainty == pytest.approx(abs(changes[0] - changes[1])), "two standard errors of two tokens"
+
+
+def test_a_text_is_predicted_in_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, text = open_checkpoint(str(builtin.path())), tmp_path / "text.txt"
+    text.write_text("The red box is in the kitchen. " * 120)
+    asked = quality.pieces(checkpoint, text)
+    model = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
+    whole = model.encode(text.read_text(), add_special_tokens=False)
+    assert [token for each in asked for token in each.tokens] == whole[: sum(len(each.tokens) for each in asked)]
+    assert {len(each.tokens) for each in asked[:-1]} == {quality.PIECE} and all(each.prompt == 1 for each in asked)
+    text.write_text("One text. " * 30)
+    assert cli.main(["bench", "quality", "--text", str(text)]) == 0
+    assert "tokens of 1 pieces of text" in capsys.readouterr().out
+    for content in (b"", b"\xff\xfe"):
+        text.write_bytes(content)
+        assert cli.main(["bench", "quality", "--text", str(text)]) == 1
+        assert str(text) in capsys.readouterr().err
 
 
 def test_quality_command_prints_and_saves_figures(
