@@ -34,8 +34,10 @@ from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry
 from coordinator.http.application import BACKLOG, make_app, serving
 from coordinator.http.context import SERVICES, Scale, Services
+from coordinator.http.pages import not_ready
 from coordinator.live.feed import Feed
-from coordinator.metrics import Metrics, RequestCounts
+from coordinator.metrics import Metrics
+from coordinator.pool_metrics import RequestCounts
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import shutting_down
@@ -150,14 +152,17 @@ async def running(
         near=scale is not None,  # only a launcher gives scale, and its workers are on this machine
         channels=channels,
     )
-    metrics = Metrics(model.name, registry)
+    metrics = Metrics(model.name, registry, version=product_version())
     router = Router(registry, config.local_prefill, config.no_prefill_policy)
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     dispatcher = Dispatcher(gateway, router, admission, metrics)
-    metrics.request_counts = lambda: RequestCounts(len(dispatcher.records) - admission.requests, admission.requests)
-    metrics.bad_messages = lambda: gateway.bad_messages
-    metrics.open_breakers = lambda: router.breakers.open
-    metrics.cut_off_peers = lambda: gateway.ban_list.cut_off
+    metrics.sources.request_counts = lambda: RequestCounts(
+        len(dispatcher.records) - admission.requests, admission.requests
+    )
+    metrics.sources.output_tokens = lambda: dispatcher.accepted_tokens
+    metrics.sources.bad_messages = lambda: gateway.bad_messages
+    metrics.sources.open_breakers = lambda: router.breakers.open
+    metrics.sources.cut_off_peers = lambda: gateway.ban_list.cut_off
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(model.close)
         stack.callback(gateway.close)
@@ -168,7 +173,9 @@ async def running(
         feed = Feed(dispatcher, metrics, model.name, product_version())
         stack.enter_context(contextlib.closing(feed))
         sampler = TraceSampler(config.trace_sample_ratio if config.otlp_traces_endpoint else None)
-        yield Services(config, model, dispatcher, registry, metrics, feed, scale, sampler)
+        services = Services(config, model, dispatcher, registry, metrics, feed, scale, sampler)
+        metrics.sources.ready = lambda: not_ready(services) is None
+        yield services
 
 
 def _exporting(

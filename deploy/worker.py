@@ -29,6 +29,7 @@ from common.net.messages import PROTOCOL, Hello
 from common.net.sockets import Channels, is_local, nearby
 from common.platform import device, gpu, malloc, open_files, threads
 from common.platform.core_lease import MAX_CORES, CoreLease, Lending
+from common.platform.process_usage import process_usage
 from common.worker.loop import Worker, WorkerSettings
 from deploy import gpu_watch
 from deploy.launcher import cores, status
@@ -131,6 +132,7 @@ def build(
     pinned = own is not None  # an unpinned worker's I/O threads find an idle core, which real-time threads do not
     channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
     worker = _role(config.role)(engine, settings, hello, channels)
+    worker.report.usage = process_usage
     if monitor is not None:
         worker.watch_gpus(monitor)
     for step_time in step_times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,10 @@ from common.core.errors import StartError
 from common.net.hosts import is_loopback
 from common.platform.secret_files import read_secret
 
+FLAG_KEY_NAME = "api-key"
+"""Name of the key given by ``--api-key``."""
+_KEY_NAME = re.compile(r"#\s*name:(.*)")
+_SANE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NoPrefillPolicy = Literal["local", "wait", "reject"]
 MetricsAccess = Literal["open", "key"]
 
@@ -118,7 +123,8 @@ class ServingOptions(TelemetryOptions):
     api_key: str | None = option(None, "API key that clients must send", KEY, "network and keys", secret=True)
     api_key_file: str | None = option(
         None,
-        "file with API keys for clients, one per line; other users must not be able to read it",
+        "file with API keys for clients, one per line; other users must not be able to read it; '# name: NAME' above a "
+        "key names it in /metrics",
         TEXT,
         "network and keys",
     )
@@ -149,14 +155,23 @@ class ServingOptions(TelemetryOptions):
     keys_from_file: tuple[str, ...] = field(default=(), repr=False)
     """The keys in ``api_key_file``. The file is read only once, since it may be a pipe; child processes of ``tandem
     up`` get these keys instead of the file."""
+    key_names: tuple[str, ...] = field(default=(), repr=False)
+    """The name of each of ``keys_from_file``."""
 
     def __post_init__(self) -> None:
         if self.api_key_file and not self.keys_from_file:
-            object.__setattr__(self, "keys_from_file", _keys_in(Path(self.api_key_file)))
+            names, keys = zip(*_keys_in(Path(self.api_key_file)), strict=True)
+            object.__setattr__(self, "keys_from_file", keys)
+            object.__setattr__(self, "key_names", names)
 
     def api_keys(self) -> tuple[str, ...]:
         """Return every key that clients may use, from the flag and from the file."""
-        return (*((self.api_key,) if self.api_key else ()), *self.keys_from_file)
+        return tuple(key for _, key in self.named_api_keys())
+
+    def named_api_keys(self) -> tuple[tuple[str, str], ...]:
+        """Return (name, key) of every key that clients may use. Several keys may have the same name."""
+        flag = ((FLAG_KEY_NAME, self.api_key),) if self.api_key else ()
+        return (*flag, *zip(self.key_names, self.keys_from_file, strict=True))
 
     @property
     def metrics_need_a_key(self) -> bool:
@@ -176,23 +191,34 @@ class ServingOptions(TelemetryOptions):
             raise StartError("--metrics-access key needs a key", "there is none", "set --api-key or --api-key-file")
 
 
-def _keys_in(path: Path) -> tuple[str, ...]:
-    """Read the keys of a file, one per line. Raises StartError if it has none: a file that was emptied by mistake must
-    not open the server."""
+def _keys_in(path: Path) -> list[tuple[str, str]]:
+    """Read the keys of a file, one per line, each as (name, key). A comment ``# name: NAME`` names the key below it;
+    the N-th key of a file is ``key-N`` without one. Raises StartError if there is no key: a file that was emptied by
+    mistake must not open the server."""
     try:
         lines = read_secret(path, "--api-key-file").decode().splitlines()
     except UnicodeDecodeError:
         raise StartError(f"cannot read {path}", "it is not UTF-8 text", "correct --api-key-file") from None
-    keys = []
+    keys: list[tuple[str, str]] = []
+    name = ""
     for number, line in enumerate(lines, 1):
+        if found := _KEY_NAME.match(line):
+            name = found[1].strip()
+            if not _SANE_NAME.fullmatch(name):
+                raise StartError(
+                    f"line {number} of {path} is not a valid name of a key",
+                    "a name has 1 to 64 letters, digits and . _ -",
+                    "correct it",
+                )
         if not line.strip() or line.startswith("#"):
             continue
         try:
-            keys.append(parse_key(line))
+            keys.append((name or f"key-{len(keys) + 1}", parse_key(line)))
+            name = ""
         except ValueError:
             raise StartError(
                 f"line {number} of {path} is not a valid key", f"it takes {KEY.expects}", "correct it"
             ) from None
     if not keys:
         raise StartError(f"{path} holds no key", "every line is empty or a comment", "add a key")
-    return tuple(keys)
+    return keys

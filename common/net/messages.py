@@ -110,6 +110,12 @@ class AnyMessage(msgspec.Struct, frozen=True, array_like=True):
     kind: Short
 
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds, in tokens, of the sizes by which heartbeats count steps; those of vLLM's histogram."""
+STEPS_OF = (*(f"steps_of_{size}" for size in STEP_SIZES), "steps_of_more")
+"""Names of these counters. Each counts the steps of at most its size and of more than the size before."""
+
+
 class Heartbeat(Message, tag="heartbeat"):
     """A snapshot of a worker, sent every ``Welcome.heartbeat_ms`` by a thread of its own.
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from common.net.messages import MAX_KEYS, Cached
+from common.net.messages import MAX_KEYS, STEP_SIZES, STEPS_OF, Cached
 from common.worker.membership import Snapshot
 
 if TYPE_CHECKING:
     from common.worker.loop import Worker
+
+USAGE_S = 1.0
+"""Shortest interval between two readings of what the process uses."""
 
 
 class HandoffCounts(NamedTuple):
@@ -28,10 +34,20 @@ class WorkerReport:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.counters: dict[str, float] = {}
+        self.usage: Callable[[], Mapping[str, float]] | None = None
+        """Returns what the process uses, by the names of counters; None to report nothing of it."""
+        self._usage_read_at = -inf
 
     def count(self, name: str, by: float = 1) -> None:
         """Add to a counter that heartbeats report."""
         self.counters[name] = self.counters.get(name, 0) + by
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """Count a step of ``tokens`` tokens that took ``seconds``."""
+        self.count("steps")
+        self.count("step_seconds", seconds)
+        self.count("step_tokens", tokens)
+        self.count(STEPS_OF[bisect_left(STEP_SIZES, tokens)])
 
     def publish(self) -> None:
         """Replace the snapshot that heartbeats report, and announce the changes of the prefix cache since the last
@@ -69,3 +85,6 @@ class WorkerReport:
         self.counters["leaked_blocks"] = worker.cache.strays()
         if worker.steps.cores is not None:
             self.counters["borrowed_core_seconds"] = worker.steps.cores.borrowed_s()
+        if self.usage is not None and worker.clock() - self._usage_read_at >= USAGE_S:
+            self._usage_read_at = worker.clock()
+            self.counters.update(self.usage())

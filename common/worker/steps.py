@@ -63,9 +63,7 @@ class StepRunner:
         if result.errors or result.refusals:
             samples = [sample for sample in samples if sample.sequence.id in planner]
         worker.sampled(batch, samples, worker.clock())
-        worker.report.count("steps")
-        worker.report.count("step_seconds", result.seconds)
-        worker.report.count("step_tokens", batch.length)
+        worker.report.stepped(batch.length, result.seconds)
 
     def _helped_s(self) -> float:
         """Return how many seconds longer all steps so far would have taken without borrowed cores."""

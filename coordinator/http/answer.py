@@ -22,7 +22,7 @@ from coordinator.api.service import ServedModel
 from coordinator.api.shape import Head, Shape
 from coordinator.http.access import RECORDS
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_timeout
-from coordinator.http.middleware import ID_HEADERS, REQUEST_ID, TRACE, WRITTEN, json_response, route
+from coordinator.http.middleware import ID_HEADERS, KEY_NAME, REQUEST_ID, TRACE, WRITTEN, json_response, route
 from coordinator.http.reply import Reply, StreamReply, WholeReply
 from coordinator.http.sse import KEEPALIVE_S, EventStream
 from coordinator.requests.errors import shutting_down
@@ -104,6 +104,7 @@ async def answer(
         chains = {} if scored else await model.prefix_chains(packed, options.cache_salt)
         records.append(_record(services, arrived_at, packed, sampling, chains, options, reply))
     for number, record in enumerate(records):
+        record.key_name = request[KEY_NAME]
         record.timeline = _timeline(request, shape, number, record, options)
     reply.expect(records)
     request[RECORDS] = records

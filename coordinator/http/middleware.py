@@ -15,6 +15,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable, Mapping
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
@@ -41,6 +42,13 @@ ID_HEADERS = web.RequestKey("headers with ids", dict[str, str])
 """Headers of every response: ``x-request-id``, and the trace context if the caller sent one or spans are exported."""
 ANTHROPIC_REQUEST_ID = "request-id"
 """Header in which Anthropic's clients look for the request's id."""
+KEY_NAME = web.RequestKey("key name", str)
+"""Name of the API key that the client sent; ``NO_KEY`` if the route needs none."""
+NO_KEY = "none"
+ADMIN = "admin"
+"""Name of the key for the admin routes."""
+UNKNOWN_ENDPOINT = "other"
+"""The endpoint by which metrics count requests that no route matches."""
 WRITTEN = web.RequestKey("written", asyncio.Future)
 """For streams: done when the last event has been written. A client that disconnects afterwards is not logged."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -90,22 +98,33 @@ def _retry_headers(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(-(-delay_ms // 1000)), "retry-after-ms": str(delay_ms)}
 
 
-def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog, sampler: TraceSampler) -> Middleware:
-    """Return the application's only middleware. ``left`` logs clients that disconnect before their response."""
+def guard(
+    config: CoordinatorConfig,
+    cors: Cors,
+    left: RateLimitedLog,
+    sampler: TraceSampler,
+    responded: Callable[[str, int], None],
+) -> Middleware:
+    """Return the application's only middleware. ``left`` logs clients that disconnect before their response.
+    ``responded`` is called with the endpoint and the status of each response."""
     gate = _Gate(config, cors)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         _identify(request, sampler)
-        if not config.access_log:
-            return await guarded(request, handler)
+        request[KEY_NAME] = NO_KEY
         began, status = time.monotonic(), LEFT
         try:
             response = await guarded(request, handler)
             status = response.status
             return response
         finally:
-            log_access(request, route(request), status, time.monotonic() - began, log_fields(request))
+            if status == LEFT and _is_written(request):
+                status = 200
+            known = request.match_info.route.resource is not None
+            responded(route(request) if known else UNKNOWN_ENDPOINT, status)
+            if config.access_log:
+                log_access(request, route(request), status, time.monotonic() - began, log_fields(request))
 
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -113,7 +132,7 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog, sampler: 
             if cors.is_preflight(request):
                 response: web.StreamResponse = cors.preflight(request)
             else:
-                gate.check_key(request)
+                request[KEY_NAME] = gate.check_key(request)
                 _check_body(request)
                 response = await handler(request)
         except RequestError as error:
@@ -123,11 +142,10 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog, sampler: 
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = error.headers["Allow"]
         except asyncio.CancelledError:
-            written = request.get(WRITTEN)
-            if request.transport is None and not (written and written.done()):
+            if request.transport is None and not _is_written(request):
                 resource = request.match_info.route.resource
                 what = f"{request.method} {resource.canonical if resource else 'an unknown path'}"
-                left.add(what, f"499 {what}: the client disconnected")
+                left.add(what, f"{LEFT} {what}: the client disconnected")
             raise
         except Exception:
             log.exception("%s %s failed", request.method, route(request), extra=log_fields(request))
@@ -141,6 +159,12 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog, sampler: 
         return response
 
     return middleware
+
+
+def _is_written(request: web.Request) -> bool:
+    """Return whether the last event of a stream has been written."""
+    written = request.get(WRITTEN)
+    return written is not None and written.done()
 
 
 def route(request: web.Request) -> str:
@@ -190,8 +214,8 @@ class _Gate:
     """The access checks: which client may call which route."""
 
     def __init__(self, config: CoordinatorConfig, cors: Cors) -> None:
-        self._admin_keys = [config.admin_api_key.encode()] if config.admin_api_key else []
-        self._client_keys = [key.encode() for key in config.api_keys()]
+        self._admin_keys = {config.admin_api_key.encode(): ADMIN} if config.admin_api_key else {}
+        self._client_keys = {key.encode(): name for name, key in config.named_api_keys()}
         self._metrics_need_a_key = config.metrics_need_a_key
         self._own_host = config.host.lower().strip("[]")
         # on any other address, a route without a key needs an explicit flag
@@ -199,14 +223,14 @@ class _Gate:
         self._cors = cors
         self._is_here = functools.lru_cache(maxsize=REMEMBERED_HOSTS)(self._names_here)
 
-    def _keys_of(self, path: str) -> list[bytes]:
-        """Return the keys that give access to ``path``; empty if it needs no key."""
+    def _keys_of(self, path: str) -> Mapping[bytes, str]:
+        """Return the keys that give access to ``path``, with their names; empty if it needs no key."""
         if path in _OPEN_PATHS:
-            return []
+            return {}
         if path.startswith("/admin"):
             return self._admin_keys or self._client_keys
         needed = self._metrics_need_a_key if path == "/metrics" else bool(self._client_keys)
-        return self._client_keys + self._admin_keys if needed else []
+        return self._admin_keys | self._client_keys if needed else {}
 
     def check_site(self, request: web.Request) -> None:
         """Raise RequestError 403 if ``request`` needs no key and may come from a web page of another site.
@@ -229,19 +253,22 @@ class _Gate:
             if not (self._cors.allows(origin) or (site and self._is_here(site[1]))):
                 raise _foreign("Origin", origin)
 
-    def check_key(self, request: web.Request) -> None:
-        """Raise RequestError 401 or 403 unless ``request`` has a key for its route."""
+    def check_key(self, request: web.Request) -> str:
+        """Return the name of the key of ``request``, NO_KEY if its route needs none. Raises RequestError 401 or 403
+        unless it has a key for its route."""
         path = route(request)
         keys = self._keys_of(path)
         if not keys:
-            return
+            return NO_KEY
         token = _token(request)
-        if not _matches(token, keys):
-            if path.startswith("/admin") and _matches(token, self._client_keys):
+        name = _name(token, keys)
+        if name is None:
+            if path.startswith("/admin") and _name(token, self._client_keys) is not None:
                 raise RequestError(
                     "This API key does not give access to /admin.", status=403, code="insufficient_permissions"
                 )
             raise _unauthorized(token)
+        return name
 
     def _names_here(self, authority: str) -> bool:
         """Return whether ``authority`` (a host, optionally with a port) names this machine."""
@@ -267,9 +294,11 @@ def _token(request: web.Request) -> bytes | None:
     return tokens.pop().encode("utf-8", "surrogateescape") if tokens else None
 
 
-def _matches(token: bytes | None, keys: list[bytes]) -> bool:
-    """Compare in constant time: every key is compared, whether or not an earlier one matches."""
-    return token is not None and sum(hmac.compare_digest(token, key) for key in keys) > 0
+def _name(token: bytes | None, keys: Mapping[bytes, str]) -> str | None:
+    """Return the name of the key that ``token`` is, None if it is none. Compares in constant time: every key is
+    compared, whether or not an earlier one matches."""
+    matched = [name for key, name in keys.items() if token is not None and hmac.compare_digest(token, key)]
+    return matched[0] if matched else None
 
 
 def _unauthorized(token: bytes | None) -> RequestError:

@@ -263,13 +263,14 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """Answer 200 if a request could be served now and every configured worker has joined at least once, else 503."""
     services = request.app[SERVICES]
-    reason = _not_ready(services)
+    reason = not_ready(services)
     if reason is None:
         return json_response({"status": "ready"})
     raise RequestError(reason, status=503, type="server_error", code="not_ready", retry_after_s=1.0)
 
 
-def _not_ready(services: Services) -> str | None:
+def not_ready(services: Services) -> str | None:
+    """Return why no request could be served now, or which workers have never joined; None if GET /ready answers 200."""
     if services.dispatcher.draining:
         return "The server is shutting down."
     config, registry = services.config, services.registry

@@ -172,6 +172,7 @@ class Dispatcher:
         confirmed or refuted.
         """
         self.worker_log.lost(worker, how.value)
+        self.metrics.worker_lost(worker.role, how)
         records = self._requests_lost_with(worker)
         if how is not Loss.MISSING:
             for record in records:

@@ -125,6 +125,8 @@ class RequestRecord:
     timings: dict[str, float] = field(default_factory=dict)
     path: Path = "disagg"
     timeline: Timeline = field(default_factory=Timeline)
+    key_name: str = ""
+    """Name of the API key that the client sent, for metrics."""
 
     def __post_init__(self) -> None:
         to_score = 0 if self.sampling.prompt_logprobs is None else self.prompt_length - 1
@@ -140,6 +142,16 @@ class RequestRecord:
     def output_length(self) -> int:
         """Number of accepted tokens of all choices."""
         return sum(map(len, self.progress.output))
+
+    @property
+    def longest_output(self) -> int:
+        """Number of accepted tokens of the longest choice."""
+        return max(map(len, self.progress.output))
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of output tokens of each choice."""
+        return self.sampling.max_tokens
 
     @property
     def interval_s(self) -> float:

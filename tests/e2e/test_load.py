@@ -129,7 +129,7 @@ async def test_everything_is_accounted_for_and_all_blocks_come_back(
     # answer already (done); all other requests are counted exactly once
     assert 0 <= counted["done"] - load.outcomes["complete"] <= load.outcomes["left"]
     assert REQUESTS * 8 // 10 <= sum(counted.values()) <= REQUESTS
-    assert set(counted) <= {"done", "aborted"}, counted
+    assert not counted["failed"], counted
     reference = oracle("llama")
     assert len(load.samples) > 20
     for prompt, fields, ids in load.samples:

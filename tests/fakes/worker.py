@@ -327,6 +327,12 @@ class FakeWorker:
             "reaped_requests": 5.0,
             "borrowed_core_seconds": 1.5,
             "leaked_blocks": 1.0,
+            "steps": 8.0,
+            "step_seconds": 2.5,
+            "step_tokens": 120.0,
+            "steps_of_1": 2.0,
+            "steps_of_16": 3.0,
+            "steps_of_more": 3.0,
         }
         return Heartbeat(
             self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, self.turn_ms, False,

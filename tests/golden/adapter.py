@@ -182,7 +182,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
         async def metrics() -> str:
             workers = cluster.dispatcher.registry
             await until(lambda: not records and all(each.beat for each in workers), "all is quiet")
-            cluster.services.metrics._pages_made = 0  # else it may be the page of an earlier request
+            cluster.services.metrics._pages_left = 1.0  # else it may be the page of an earlier request
             return cluster.services.metrics.page().decode()
 
         async with trouble(wrong, cluster):
@@ -368,6 +368,13 @@ def sampling_fields() -> int:
     return len(SamplingParams.__struct_fields__)
 
 
+def step_sizes() -> tuple[str, ...]:
+    """Return the names of the counters of steps by size in heartbeats."""
+    from common.net.messages import STEPS_OF
+
+    return STEPS_OF
+
+
 def _sequence(prompt: list[int], seed: int, fields: dict[str, Any], count: int) -> Any:
     from common.core.ids import new_request_id, pack_tokens
     from common.core.request import Request, SamplingParams
@@ -411,13 +418,15 @@ def _no_header() -> Any:
 
 
 def _other_metric() -> Any:
-    from coordinator import metrics
+    from coordinator import pool_metrics
 
-    original = metrics.CounterMetricFamily
+    original = pool_metrics.CounterMetricFamily
     renamed = {"tandem_bad_messages": "tandem_bad_message"}
-    return mock.patch.object(
-        metrics, "CounterMetricFamily", lambda name, *rest, **more: original(renamed.get(name, name), *rest, **more)
-    )
+
+    def other(name: str, *rest: Any, **more: Any) -> Any:
+        return original(renamed.get(name, name), *rest, **more)
+
+    return mock.patch.object(pool_metrics, "CounterMetricFamily", other)
 
 
 def _other_default() -> Any:

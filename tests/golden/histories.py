@@ -24,6 +24,8 @@ SPACING = 16
 PROTOCOL_SHOWN = 12
 """Shown in each Hello in place of the protocol's number: to raise that alone changes no history, and ``wire.json`` has
 it."""
+_COUNTERS_HIDDEN = frozenset(adapter.step_sizes())
+"""Counters of heartbeats that are not shown: only monitoring reads them."""
 TIMING_SHOWN = 4
 """Number of fields of a Timing that are shown. Later ones only report, and ``wire.json`` has them."""
 SAMPLING_SHOWN = 17
@@ -72,7 +74,7 @@ def _steady(value: Any) -> Any:
     if kind is list:
         return [_steady(each) for each in value]
     if kind is dict:
-        return {key: _steady(each) for key, each in value.items()}
+        return {key: _steady(each) for key, each in value.items() if key not in _COUNTERS_HIDDEN}
     return value
 
 

@@ -27,6 +27,7 @@ VOLATILE_KEYS = {
     "version": str,
     "system_fingerprint": str,
     "incarnation": str,
+    "trace_id": str,
     "latency_us": float,
     **dict.fromkeys(("running", "waiting", "free", "held"), int),  # of a worker, as of its last heartbeat
 }
