@@ -252,10 +252,10 @@ def llamacpp(folder: Path) -> list[str]:
     """Return the figures of GGUF files served by Tandem and by llama.cpp."""
     from bench.commands.gguf import rows
 
-    kept = results.load(folder / "gguf.json#gguf")["files"]
+    kept = results.load(folder / "gguf.json").values()
     return markdown(
         ("file", "what", "Tandem", "llama.cpp", "ratio"),
-        [row for name, found in kept.items() for row in rows(name, found)],
+        [row for run in kept for name, found in run["files"].items() for row in rows(name, found)],
     )
 
 
@@ -268,6 +268,21 @@ def quality(folder: Path) -> list[str]:
         if (each := kept.get(name))
     ]
     return markdown(("weights", "perplexity", "same most likely token", "divergence, nats"), rows)
+
+
+def smollm2(folder: Path) -> list[str]:
+    """Return what each way of computing costs SmolLM2 on a text, compared with exact products in float32."""
+    kept = results.load(folder / "quality.json#smollm2")
+    exact = kept["float32"]["perplexity"]
+    rows = [
+        (
+            name, f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.2%} ± {each['uncertainty']:.2%}",
+            f"{each['same_token']:.2%}", f"{each['divergence']:.1e}",
+        )
+        for name in ("float32", "bfloat16", "integer", "integer, bfloat16")
+        for each in [kept[name]]
+    ]  # fmt: skip
+    return markdown(("computed in", "perplexity", "change", "same most likely token", "divergence, nats"), rows)
 
 
 def crosscheck(folder: Path) -> list[str]:
@@ -304,6 +319,7 @@ TABLES: dict[str, Table] = {
     "grammar": grammar,
     "hostile": hostile,
     "llamacpp": llamacpp,
+    "smollm2": smollm2,
     "quality": quality,
     "crosscheck": crosscheck,
 }
