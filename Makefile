@@ -21,7 +21,7 @@ install = { eval "$$($(PIPS_INDEXES))" && \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test test-all test-fast tests check style types docs site simulation chaos soak builtin-model bench gpu bench-crosscheck install clean
+.PHONY: help up test test-all test-fast tests check style types docs site files simulation chaos soak builtin-model bench gpu bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +52,7 @@ tests: style
 	     $(call alone,tests/chaos tests/e2e tests/security); systems=$$?; \
 	 exit $$((beside || checked || alone || systems))
 
-check: style types site ## style, types, import contracts, and the documentation without a warning
+check: style types site files ## style, types, import contracts, the documentation without a warning, the files of deploy/
 
 style: $(VENV)/.installed-test
 	@$(BIN)/ruff check --quiet .
@@ -70,6 +70,11 @@ docs: $(VENV)/.installed-test ## write the generated pages anew and build the si
 
 site: $(VENV)/.installed-test
 	@$(SITE)
+
+# Tests of what others read: dashboards, rules, units. `make test` runs them with all others.
+FILES := tests/unit/deploy/test_prometheus.py tests/unit/deploy/test_systemd.py tests/unit/deploy/cli/test_dashboards.py
+files: $(VENV)/.installed-test .cache/prometheus
+	@said=$$($(BIN)/python -m pytest -q -n0 $(FILES)) || { echo "$$said"; exit 1; }
 
 simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
 	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json \
