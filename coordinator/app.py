@@ -41,6 +41,7 @@ from coordinator.pool_metrics import RequestCounts
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import shutting_down
+from coordinator.requests.timeline import Timeline
 from coordinator.requests.trace_context import TraceSampler
 from coordinator.routing.queue_pressure import QueuePressure
 from coordinator.routing.router import Router
@@ -166,25 +167,25 @@ async def running(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(model.close)
         stack.callback(gateway.close)
-        await stack.enter_async_context(_exporting(config, model.name, dispatcher, metrics))
+        export = await stack.enter_async_context(_exporting(config, model.name, dispatcher, metrics))
         dispatcher.start()
         stack.callback(dispatcher.close)
         stack.enter_context(contextlib.closing(_LagSampler(metrics.loop_lag)))
         feed = Feed(dispatcher, metrics, model.name, product_version())
         stack.enter_context(contextlib.closing(feed))
         sampler = TraceSampler(config.trace_sample_ratio if config.otlp_traces_endpoint else None)
-        services = Services(config, model, dispatcher, registry, metrics, feed, scale, sampler)
+        services = Services(config, model, dispatcher, registry, metrics, feed, scale, sampler, export)
         metrics.sources.ready = lambda: not_ready(services) is None
         yield services
 
 
 def _exporting(
     config: CoordinatorConfig, model: str, dispatcher: Dispatcher, metrics: Metrics
-) -> contextlib.AbstractAsyncContextManager[None]:
-    """Return what exports traces and metrics by OTLP while it is entered, if that is configured. Raises StartError if
-    a package is missing."""
+) -> contextlib.AbstractAsyncContextManager[Callable[[Timeline], None] | None]:
+    """Return what exports traces and metrics by OTLP while it is entered, if that is configured; it yields a function
+    that exports a request which the dispatcher has not seen. Raises StartError if a package is missing."""
     if not (config.otlp_traces_endpoint or config.otlp_metrics_endpoint):
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(None)
     config.check_telemetry()
     from coordinator.telemetry.start import exporting
 

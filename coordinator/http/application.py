@@ -49,7 +49,7 @@ def make_app(services: Services) -> web.Application:
         log.warning("any web page in a browser that can reach this server may use it: set --api-key")
     left = RateLimitedLog(logging.INFO, "%d more clients disconnected before they were answered: %s")
     app = web.Application(
-        middlewares=[guard(config, cors, left, services.sampler, services.metrics.responded)],
+        middlewares=[guard(config, cors, left, services.sampler, services.metrics.responded, services.refused)],
         client_max_size=config.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)

@@ -27,6 +27,7 @@ from coordinator.live.feed import Feed
 from coordinator.metrics import Metrics
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.spec import Json
+from coordinator.requests.timeline import Timeline
 from coordinator.requests.trace_context import TraceSampler
 from coordinator.text.lanes import INLINE_BYTES, is_small
 
@@ -70,6 +71,8 @@ class Services:
     feed: Feed
     scale: Scale | None = None
     sampler: TraceSampler = field(default_factory=TraceSampler)
+    refused: Callable[[Timeline], None] | None = None
+    """Exports requests that are refused before they are queued."""
     answers: OpenAnswers = field(default_factory=OpenAnswers)
     bodies: Bodies = field(init=False)
     cuts: RateLimitedLog = field(

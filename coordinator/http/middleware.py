@@ -26,17 +26,21 @@ from common.net.hosts import is_loopback
 from coordinator.api.anthropic_encoder import anthropic_error
 from coordinator.api.delta_encoder import encode
 from coordinator.api.event_stream import error_body
-from coordinator.http.access import LEFT, log_access
+from coordinator.http.access import LEFT, RECORDS, log_access
 from coordinator.http.cors import Cors
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.server import EXPECTATION
 from coordinator.requests.errors import RETRY_JITTER, internal
 from coordinator.requests.spec import Json
+from coordinator.requests.timeline import Timeline
 from coordinator.requests.trace_context import TRACEPARENT, TRACESTATE, TraceContext, TraceSampler
+from coordinator.telemetry.attributes import GENERATING
 
 log = logging.getLogger("tandem.http")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+ARRIVED_AT = web.RequestKey("arrived at", float)
+"""Time of ``time.monotonic`` at which the head of the request had been read."""
 TRACE = web.RequestKey("trace", TraceContext)
 ID_HEADERS = web.RequestKey("headers with ids", dict[str, str])
 """Headers of every response: ``x-request-id``, and the trace context if the caller sent one or spans are exported."""
@@ -104,16 +108,18 @@ def guard(
     left: RateLimitedLog,
     sampler: TraceSampler,
     responded: Callable[[str, int], None],
+    refused: Callable[[Timeline], None] | None = None,
 ) -> Middleware:
     """Return the application's only middleware. ``left`` logs clients that disconnect before their response.
-    ``responded`` is called with the endpoint and the status of each response."""
+    ``responded`` is called with the endpoint and the status of each response, ``refused`` with each request for text
+    that has the right key and is refused before it is queued."""
     gate = _Gate(config, cors)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         _identify(request, sampler)
         request[KEY_NAME] = NO_KEY
-        began, status = time.monotonic(), LEFT
+        status = LEFT
         try:
             response = await guarded(request, handler)
             status = response.status
@@ -124,19 +130,23 @@ def guard(
             known = request.match_info.route.resource is not None
             responded(route(request) if known else UNKNOWN_ENDPOINT, status)
             if config.access_log:
-                log_access(request, route(request), status, time.monotonic() - began, log_fields(request))
+                log_access(request, route(request), status, time.monotonic() - request[ARRIVED_AT], log_fields(request))
 
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        passed = False
         try:
             gate.check_site(request)
             if cors.is_preflight(request):
                 response: web.StreamResponse = cors.preflight(request)
             else:
                 request[KEY_NAME] = gate.check_key(request)
+                passed = True
                 _check_body(request)
                 response = await handler(request)
         except RequestError as error:
             response = error_response(error, request)
+            if passed and refused is not None and (timeline := _refusal(request, error)) is not None:
+                refused(timeline)
         except web.HTTPException as error:
             response = error_response(_from_aiohttp(request, error), request)
             if isinstance(error, web.HTTPMethodNotAllowed):
@@ -193,11 +203,29 @@ def announce_reading(request: web.Request) -> None:
 def _identify(request: web.Request, sampler: TraceSampler) -> None:
     """Set the ids of ``request``: its own and its place in a trace."""
     headers = request.headers
+    request[ARRIVED_AT] = time.monotonic()
     request[REQUEST_ID] = _request_id(request)
     trace = sampler.context(headers.getall(TRACEPARENT, ()), headers.getall(TRACESTATE, ()))
     request[TRACE] = trace
     shows_trace = sampler.records or trace.parent_id is not None
     request[ID_HEADERS] = {"x-request-id": request[REQUEST_ID], **(trace.headers() if shows_trace else {})}
+
+
+def _refusal(request: web.Request, error: RequestError) -> Timeline | None:
+    """Return the timeline of a request for text that ``error`` has ended before it was queued; None for others."""
+    endpoint, now = route(request), time.monotonic()
+    if endpoint not in GENERATING or any(record.timeline.attempts for record in request.get(RECORDS, ())):
+        return None
+    timeline = Timeline(
+        request_id=request[REQUEST_ID],
+        trace=request[TRACE],
+        endpoint=endpoint,
+        arrived_unix_s=time.time() - (now - request[ARRIVED_AT]),
+        arrived_at=request[ARRIVED_AT],
+        tokenized_at=now,
+    )
+    timeline.refuse(now, error)
+    return timeline
 
 
 def _request_id(request: web.Request) -> str:

@@ -86,7 +86,7 @@ class ActiveRequests:
     def fail(self, record: RequestRecord, error: RequestError) -> None:
         """End the request with an error that is sent to the client. Idempotent."""
         if not record.progress.over:
-            record.timeline.error, record.timeline.error_code = error.message, error.code or error.type
+            record.timeline.fail(error)
             self._end(record, State.FAILED, send_abort=True)
             self._metrics.ended(record, "failed")
             record.client.failed(record, error)

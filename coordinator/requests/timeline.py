@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from common.core.errors import RequestError
 from common.core.ids import RequestId
 from common.core.request import FinishReason
 from common.net.messages import PromptChunk
@@ -186,6 +187,8 @@ class Timeline:
     migrations: int = 0
     error: str | None = None
     error_code: str = ""
+    error_status: int = 0
+    """The HTTP status that belongs to the error."""
     version: int = 0
     """Grows with every change that listeners see."""
     internal_id: RequestId = _NO_ID
@@ -238,6 +241,15 @@ class Timeline:
         )
 
     # -- events -------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: RequestError) -> None:
+        """Note the error with which the request ends."""
+        self.error, self.error_code, self.error_status = error.message, error.code or error.type, error.status
+
+    def refuse(self, now: float, error: RequestError) -> None:
+        """Note that the request was refused before it was queued. Listeners do not see it."""
+        self.fail(error)
+        self._facts = Facts(State.FAILED, "", 0, 0, 0, (), None, 0.0, (), now)
 
     def wait(self, now: float, why: str) -> None:
         """Note that the request stays in the queue because of ``why``. The same reason with other numbers in it is the

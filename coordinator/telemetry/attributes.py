@@ -9,13 +9,18 @@ from common.core.request import SamplingParams
 
 PROVIDER = "tandem"
 """``gen_ai.provider.name``."""
-OPERATIONS = {"/v1/completions": "text_completion"}
-"""The operation of an endpoint; of all others ``chat``."""
+GENERATING = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
+"""The endpoints that generate text, with their ``gen_ai.operation.name``."""
 
 
 def operation(endpoint: str) -> str:
     """Return ``gen_ai.operation.name`` of an endpoint."""
-    return OPERATIONS.get(endpoint, "chat")
+    return GENERATING.get(endpoint, "chat")
 
 
 def request_attributes(sampling: SamplingParams, choices: int) -> dict[str, float]:

@@ -95,7 +95,10 @@ class TraceExporter(Generic[Ended]):
                 async with asyncio.timeout(self._delay_s):
                     await self._many.wait()
             while self._queue:
-                await self._export()
+                try:
+                    await self._export()
+                except Exception:  # the next batch may be sent all the same
+                    log.exception("a batch of traces is lost")
             if not self._closing.is_set():
                 self._some.clear()
                 self._many.clear()

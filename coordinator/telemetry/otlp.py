@@ -11,16 +11,16 @@ import asyncio
 import gzip
 import math
 import random
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from opentelemetry.util.re import parse_env_headers
 
 from common.core.errors import StartError, reason
 
@@ -32,11 +32,39 @@ RETRIED = frozenset((429, 502, 503, 504))
 """Statuses after which OTLP allows another attempt."""
 MAX_ANSWER_BYTES = 64 << 10
 _DETAIL_CHARS = 200
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def endpoint(url: str, signal: Literal["traces", "metrics"]) -> str:
     """Return ``url`` with the standard path of ``signal`` if it has none."""
-    return f"{url.rstrip('/')}/v1/{signal}" if urlsplit(url).path in ("", "/") else url
+    parts = urlsplit(url)
+    return url if parts.path not in ("", "/") else parts._replace(path=f"/v1/{signal}").geturl()
+
+
+def setting(environ: Mapping[str, str], signal: Literal["traces", "metrics"], name: str) -> str:
+    """Return the value of ``OTEL_EXPORTER_OTLP_`` and ``name``; the variable for ``signal`` wins over the general one.
+    Empty if neither is set."""
+    own = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_{name}")
+    return (own or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")).strip()
+
+
+def read_headers(environ: Mapping[str, str], signal: Literal["traces", "metrics"]) -> dict[str, str]:
+    """Return the headers for ``signal`` from ``OTEL_EXPORTER_OTLP_HEADERS``: NAME=VALUE, separated by commas, values in
+    URL encoding. Raises StartError, without what is there, which may be a key, if it is something else."""
+    headers = {}
+    for part in setting(environ, signal, "HEADERS").split(","):
+        name, equals, value = part.strip().partition("=")
+        name, value = unquote(name).strip(), unquote(value).strip()
+        if not (name or equals):
+            continue
+        if not (_HEADER_NAME.fullmatch(name) and equals and value.isascii() and value.isprintable()):
+            raise StartError(
+                "the headers in OTEL_EXPORTER_OTLP_HEADERS cannot be read",
+                "they must be NAME=VALUE, separated by commas, with values in URL encoding",
+                "correct it, such as authorization=Bearer%20KEY",
+            )
+        headers[name] = value
+    return headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +77,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class OtlpSettings:
-    """Settings of the connection to a receiver of traces, from OpenTelemetry's environment variables. A variable for
-    traces (``OTEL_EXPORTER_OTLP_TRACES_HEADERS``) wins over the general one."""
+    """Settings of the connection to a receiver of traces, from OpenTelemetry's environment variables."""
 
     headers: Mapping[str, str]
     certificate: str | None
@@ -60,12 +87,8 @@ class OtlpSettings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> OtlpSettings:
-        """Read the settings; raises StartError for a compression that is not supported."""
-
-        def value(name: str) -> str:
-            return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
-
-        compression = value("COMPRESSION").strip().lower() or "none"
+        """Read the settings; raises StartError for headers or a compression that are not supported."""
+        compression = setting(environ, "traces", "COMPRESSION").lower() or "none"
         if compression not in ("none", "gzip"):
             raise StartError(
                 "the compression in OTEL_EXPORTER_OTLP_COMPRESSION is not supported",
@@ -73,10 +96,10 @@ class OtlpSettings:
                 "set it to none or gzip",
             )
         return cls(
-            parse_env_headers(value("HEADERS"), liberal=True),
-            value("CERTIFICATE") or None,
-            value("CLIENT_CERTIFICATE") or None,
-            value("CLIENT_KEY") or None,
+            read_headers(environ, "traces"),
+            setting(environ, "traces", "CERTIFICATE") or None,
+            setting(environ, "traces", "CLIENT_CERTIFICATE") or None,
+            setting(environ, "traces", "CLIENT_KEY") or None,
             compression == "gzip",
         )
 
@@ -141,7 +164,7 @@ class OtlpClient:
         try:
             async with self._session.post(self.url, data=body, allow_redirects=False) as response:
                 answer = await response.content.read(MAX_ANSWER_BYTES)
-                if response.status == 200:
+                if 200 <= response.status < 300:
                     return _accepted(answer), None
                 retry_s = _retry_after_s(response.headers.get("Retry-After", ""))
                 return Sent(f"HTTP status {response.status}"), retry_s if response.status in RETRIED else None
@@ -149,12 +172,12 @@ class OtlpClient:
             return Sent("no answer in time"), 0.0
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return Sent(reason(error)[:_DETAIL_CHARS]), 0.0
-        except (aiohttp.ClientError, ValueError) as error:  # ValueError: a header that HTTP does not allow
+        except aiohttp.ClientError as error:
             return Sent(type(error).__name__), None
 
 
 def _accepted(answer: bytes) -> Sent:
-    """Return the outcome of an export that was answered with 200."""
+    """Return the outcome of an export that was accepted."""
     try:
         partial = ExportTraceServiceResponse.FromString(answer).partial_success
     except DecodeError:  # the receiver answers in another format; it has accepted the spans

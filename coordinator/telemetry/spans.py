@@ -2,7 +2,8 @@
 
 The root is the server span of the HTTP request, with the attributes of the semantic conventions for generative AI.
 Below it are the spans of :mod:`coordinator.requests.waterfall` under their names; a placement, which takes no time, is
-an event of the root. Nothing that a client wrote and nothing that the model answered becomes an attribute.
+an event of the root. Nothing that a client wrote and nothing that the model answered is in a span; of an error there is
+only its code, since its text may quote the request.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _LOCAL_PARENT = SAMPLED | SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE_PARENT = _LOCAL_PARENT | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 _SPAN_ID_BYTES = 8
 _NS = 1_000_000_000
+_SERVER_ERRORS = 500
+"""First HTTP status of errors that are the server's; others do not mark a server span as failed."""
 
 
 def put(attributes: Mapping[str, object], into: Any) -> None:
@@ -69,8 +72,6 @@ class SpanEncoder:
         ids = [drawn[at : at + _SPAN_ID_BYTES] for at in range(0, len(drawn), _SPAN_ID_BYTES)]
         root = self._root(timeline, facts, context, into)
         root.start_time_unix_nano, root.end_time_unix_nano = zero_ns, unix_ns(finished_at)
-        if facts.first_token_at is not None:
-            root.events.add(name="first_token", time_unix_nano=unix_ns(facts.first_token_at))
         id_of = dict(zip(stages, ids, strict=True))
         for stage, span_id in zip(stages, ids, strict=True):
             attributes: dict[str, object] = {f"tandem.{key}": value for key, value in stage.detail.items()}
@@ -93,6 +94,8 @@ class SpanEncoder:
             )
             attributes["tandem.worker"] = stage.worker
             put(attributes, span.attributes)
+        if facts.first_token_at is not None:
+            root.events.add(name="first_token", time_unix_nano=unix_ns(facts.first_token_at))
 
     def _root(self, timeline: Timeline, facts: Facts, context: TraceContext, into: ScopeSpans) -> Span:
         """Add the server span, without its times."""
@@ -106,7 +109,7 @@ class SpanEncoder:
             name=f"{name} {self._model}",
             kind=Span.SPAN_KIND_SERVER,
         )
-        failed = facts.state is State.FAILED
+        failed, unanswered = facts.state is State.FAILED, facts.first_token_at is None
         ttft_s = None if facts.first_token_at is None else facts.first_token_at - timeline.arrived_at
         attributes = {
             "gen_ai.operation.name": name,
@@ -122,6 +125,7 @@ class SpanEncoder:
             "gen_ai.usage.cache_read.input_tokens": cached_tokens(timeline) or None,
             "http.request.method": "POST",
             "http.route": timeline.endpoint,
+            "http.response.status_code": timeline.error_status if failed and unanswered else None,
             "error.type": (timeline.error_code or "_OTHER") if failed else None,
             "tandem.request_id": timeline.request_id,
             "tandem.state": facts.state.value,
@@ -131,6 +135,6 @@ class SpanEncoder:
             **timeline.asked,
         }
         put(attributes, root.attributes)
-        if failed:
-            root.status.code, root.status.message = Status.STATUS_CODE_ERROR, timeline.error or ""
+        if failed and timeline.error_status >= _SERVER_ERRORS:
+            root.status.code = Status.STATUS_CODE_ERROR
         return root

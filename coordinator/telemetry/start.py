@@ -22,7 +22,7 @@ from opentelemetry.sdk.resources import (
 from common.config.telemetry import TelemetryOptions
 from coordinator.requests.timeline import Event, Timeline, Timelines
 from coordinator.telemetry.exporter import TraceExporter
-from coordinator.telemetry.otlp import OtlpClient, OtlpSettings, endpoint
+from coordinator.telemetry.otlp import OtlpClient, OtlpSettings, endpoint, read_headers
 from coordinator.telemetry.server_metrics import ServerMetrics
 from coordinator.telemetry.spans import SpanEncoder, put
 
@@ -40,22 +40,33 @@ def service(version: str) -> Resource:
 @contextlib.asynccontextmanager
 async def exporting(
     options: TelemetryOptions, model: str, version: str, timelines: Timelines, tally: Callable[[str, int], None]
-) -> AsyncIterator[None]:
-    """Export the requests that end in ``timelines``, for the served ``model``; on exit send the last ones. ``version``
-    is Tandem's; ``tally`` as for :class:`~coordinator.telemetry.exporter.TraceExporter`. Raises StartError for settings
-    that are invalid."""
-    resource = service(version)
+) -> AsyncIterator[Callable[[Timeline], None]]:
+    """Export the requests that end in ``timelines``, for the served ``model``; on exit send the last ones. Yields a
+    function that exports another request that has ended. ``version`` is Tandem's; ``tally`` as for
+    :class:`~coordinator.telemetry.exporter.TraceExporter`. Raises StartError for settings that are invalid."""
+    resource, sinks = service(version), list[Callable[[Timeline], None]]()
     async with contextlib.AsyncExitStack() as stack:
         if options.otlp_traces_endpoint is not None:
             scope = common_pb2.InstrumentationScope(name="tandem", version=version)
             traces = _traces(stack, options.otlp_traces_endpoint, model, resource, scope, tally)
-            timelines.listeners.append(_ended(functools.partial(_offer_sampled, traces)))
+            sinks.append(functools.partial(_offer_sampled, traces))
         if options.otlp_metrics_endpoint is not None:
+            read_headers(os.environ, "metrics")  # the SDK reads them itself; it logs those that it cannot read
             url = endpoint(options.otlp_metrics_endpoint, "metrics")
             metrics = ServerMetrics(url, model, resource, version)
             stack.push_async_callback(asyncio.to_thread, metrics.close)
-            timelines.listeners.append(_ended(metrics.observe))
-        yield
+            sinks.append(metrics.observe)
+
+        def export(timeline: Timeline) -> None:
+            for sink in sinks:
+                sink(timeline)
+
+        def listen(timeline: Timeline, event: Event) -> None:
+            if event == "end":
+                export(timeline)
+
+        timelines.listeners.append(listen)
+        yield export
 
 
 def _traces(
@@ -79,13 +90,3 @@ def _traces(
 def _offer_sampled(traces: TraceExporter[Timeline], timeline: Timeline) -> None:
     if timeline.trace is not None and timeline.trace.sampled:
         traces.offer(timeline)
-
-
-def _ended(then: Callable[[Timeline], object]) -> Callable[[Timeline, Event], None]:
-    """Return a listener that calls ``then`` with requests that end."""
-
-    def listen(timeline: Timeline, event: Event) -> None:
-        if event == "end":
-            then(timeline)
-
-    return listen

@@ -257,6 +257,7 @@ async def test_a_request_that_cannot_be_encoded_costs_only_its_own_trace(caplog:
         ("http://a:4318", "http://a:4318/v1/traces"),
         ("http://a:4318/", "http://a:4318/v1/traces"),
         ("https://a/otlp", "https://a/otlp"),
+        ("https://a?team=b", "https://a/v1/traces?team=b"),
         ("https://a/otlp/v1/traces", "https://a/otlp/v1/traces"),
     ],
 )
@@ -267,6 +268,12 @@ def test_the_path_of_an_endpoint(url: str, full: str) -> None:
 def test_bad_settings_are_start_errors() -> None:
     with pytest.raises(StartError, match="COMPRESSION"):
         OtlpSettings.read({"OTEL_EXPORTER_OTLP_COMPRESSION": "zstd"})
+    for text in ("secret", "=secret", "a b=secret", "x=secret%0Ay:z", "x=secret\u00fc", "a=1,secret"):
+        for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
+            with pytest.raises(StartError, match="HEADERS") as refused:
+                OtlpSettings.read({variable: text})
+            assert "secret" not in str(refused.value)
+    assert OtlpSettings.read({"OTEL_EXPORTER_OTLP_HEADERS": " a=1 , ,b=x=y%2Cz, "}).headers == {"a": "1", "b": "x=y,z"}
     with pytest.raises(StartError, match="certificate"):
         OtlpSettings.read({"OTEL_EXPORTER_OTLP_CERTIFICATE": "/nowhere"}).context()
 
@@ -284,3 +291,22 @@ async def test_gzip_of_a_large_body_is_what_the_receiver_reads() -> None:
         await client.close()
         assert int(receiver.headers[0]["Content-Length"]) == len(gzip.compress(body, 1))
         assert len(receiver.spans) == 2000
+
+
+async def test_a_batch_that_breaks_the_client_is_the_only_one_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenOnce(StuckClient):
+        async def send(self, body: bytes, closing: asyncio.Event) -> Sent:
+            if not self.bodies:
+                self.bodies.append(body)
+                raise ZeroDivisionError
+            return await super().send(body, closing)
+
+    client = BrokenOnce()
+    client.go_on.set()
+    exporting = Exporting(client)
+    exporting.offer("a", "b")
+    await until(lambda: exporting.tally["failed"] == 2, "the first batch is lost")
+    exporting.offer("c")
+    await until(lambda: exporting.tally["sent"] == 1, "the next one is sent")
+    assert "a batch of traces is lost" in caplog.text
+    await exporting.exporter.close()

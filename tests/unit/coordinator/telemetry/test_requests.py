@@ -72,8 +72,8 @@ async def test_a_chat_is_a_trace(model: Path) -> None:
         said["gen_ai.usage.output_tokens"] == 12 and said["tandem.path"] == "disagg" and said["tandem.state"] == "done"
     )
     assert said["http.route"] == CHAT and "error.type" not in said and root.status == (0, "")
-    assert [name for name, _, _ in root.events] == ["first_token", "place"]
-    place = root.events[1][2]
+    assert [name for name, _, _ in root.events] == ["place", "first_token"]
+    place = root.events[0][2]
     assert (place["tandem.prefill"], place["tandem.decode"]) == ("prefill-0", "decode-1") and place["tandem.why"]
     before = [span for span in receiver.spans if span.name in ("tokenize", "queue", "prefill")]
     assert sum(span.ms for span in before) == pytest.approx(body["tandem"]["ttft_ms"], abs=2)
@@ -117,15 +117,43 @@ async def test_each_prompt_of_a_request_has_a_server_span(model: Path) -> None:
     assert len({span.attributes["gen_ai.response.id"] for span in roots}) == 3
 
 
-async def test_a_failure_is_an_error(model: Path) -> None:
-    refusal = RequestFailed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
+@pytest.mark.parametrize(("failure", "status"), [("too_long", 400), ("engine_error", 500)])
+async def test_a_failure_has_the_code_of_its_error(model: Path, failure: str, status: int) -> None:
+    refusal = RequestFailed(RequestId(bytes(16)), 0, failure, "9 tokens, 5 fit", retriable=False)
     async with traced(model) as (cluster, receiver):
         await cluster.add("colocated", refuse=refusal)
         response, body = await cluster.post(CHAT, HELLO)
-        assert response.status == 400
+        assert response.status == status
     root, _ = tree(receiver.spans)
-    assert root.status == (ERROR, body["error"]["message"])
+    assert root.status == (ERROR if status >= 500 else 0, "")
     assert root.attributes["error.type"] == body["error"]["code"] and root.attributes["tandem.state"] == "failed"
+    assert root.attributes["http.response.status_code"] == status and body["error"]["message"] not in str(
+        receiver.spans
+    )
+
+
+async def test_a_request_that_is_refused_before_it_is_queued_is_a_trace(model: Path) -> None:
+    async with traced(model, api_key="right") as (cluster, receiver):
+        key = {"Authorization": "Bearer right"}
+        for path, body, headers, status in (
+            (CHAT, {}, key, 400),
+            (CHAT, {}, key | parent(False), 400),
+            (CHAT, {}, {}, 401),
+            ("/tokenize", {}, key, 400),
+            ("/v1/nothing", {}, key, 404),
+        ):
+            response, _ = await cluster.post(path, body, headers=headers)
+            assert response.status == status
+        cluster.dispatcher.draining = True
+        response, _ = await cluster.post(TEXT, {"prompt": "x"}, headers=key | parent(True))
+        assert response.status == 503
+    roots = [span for span in receiver.spans if span.kind == SERVER]
+    assert [(span.name, span.attributes["error.type"]) for span in roots] == [
+        ("chat tiny", "missing_required_parameter"), ("text_completion tiny", "server_shutting_down"),
+    ]  # fmt: skip
+    assert [span.status for span in roots] == [(0, ""), (ERROR, "")] and roots[1].parent_id == SPAN
+    assert [span.attributes["http.response.status_code"] for span in roots] == [400, 503]
+    assert len(receiver.spans) == 4 and {span.name for span in receiver.spans if span not in roots} == {"tokenize"}
 
 
 async def test_a_client_that_leaves_is_no_error(model: Path) -> None:
@@ -185,11 +213,13 @@ async def test_metrics_are_pushed(model: Path) -> None:
             await cluster.stream(TEXT, {"prompt": "x", "max_tokens": 1})
             worker.refuse = refusal
             await cluster.post(CHAT, HELLO)
+            await cluster.post("/v1/responses", {})
         assert not receiver.spans
     points = {name: {labels(point): point for point in found} for name, (_, found) in receiver.metrics.items()}
     duration = points["gen_ai.server.request.duration"]
     assert {key: point.count for key, point in duration.items()} == {
         ("chat",): 1, ("text_completion",): 1, ("chat", "context_length_exceeded"): 1,
+        ("chat", "missing_required_parameter"): 1,
     }  # fmt: skip
     assert {key: point.count for key, point in points["gen_ai.server.time_to_first_token"].items()} == {
         ("chat",): 1, ("text_completion",): 1,
