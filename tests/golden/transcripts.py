@@ -29,6 +29,7 @@ VOLATILE_KEYS = {
     "incarnation": str,
     "trace_id": str,
     "latency_us": float,
+    "arrived": float,
     **dict.fromkeys(("running", "waiting", "free", "held"), int),  # of a worker, as of its last heartbeat
 }
 """Keys whose values differ from run to run, and the types of these."""
