@@ -29,6 +29,7 @@ from coordinator.http.server import (
     Runner,
 )
 from coordinator.http.sse import LOOKS
+from coordinator.http.ui_files import routes as ui_files
 
 log = logging.getLogger("tandem.http")
 
@@ -56,7 +57,7 @@ def make_app(services: Services) -> web.Application:
     app.on_response_prepare.append(cors.add_headers)
     app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
     app[SERVICES] = services
-    for table in (generating, responses, anthropic, pages, admin):
+    for table in (generating, responses, anthropic, pages, admin, ui_files):
         app.router.add_routes(table)
         for route in table:  # each path may have a slash at its end
             if isinstance(route, web.RouteDef) and route.path != "/" and ":" not in route.path:

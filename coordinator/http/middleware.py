@@ -57,7 +57,8 @@ WRITTEN = web.RequestKey("written", asyncio.Future)
 """For streams: done when the last event has been written. A client that disconnects afterwards is not logged."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _MESSAGES = "/v1/messages"
-_OPEN_PATHS = ("/health", "/ping", "/ready")
+_OPEN_PATHS = ("/health", "/ping", "/ready", "/ui", "/ui/{file}")
+"""Routes that need no key: the state of this process, and the files of the page, which hold no data."""
 REMEMBERED_HOSTS = 256
 _RANDOM = secrets.SystemRandom()
 _LOCAL_NAMES = ("localhost", "ip6-localhost")

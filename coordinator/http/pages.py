@@ -61,6 +61,7 @@ def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
         [
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem</title>',
             f"<h1>Tandem {html.escape(product_version())} serves {html.escape(model)}</h1>",
+            '<p><a href="/ui">Chat, watch the workers, and see where the time of each request went</a></p>',
             "<ul>", *items, "</ul></html>\n",
         ]
     )  # fmt: skip

@@ -63,6 +63,7 @@ _TEXTS = {
     "GET /": ("text/html",),
     "GET /docs": ("text/html",),
     "GET /ui": ("text/html",),
+    "GET /ui/{file}": ("text/html", "text/css", "text/javascript", "image/svg+xml"),
     "GET /metrics": ("text/plain",),
     "GET /admin/events": ("text/event-stream",),
 }

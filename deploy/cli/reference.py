@@ -35,7 +35,7 @@ from coordinator.api import (
 from coordinator.api.scopes import PATHS, SCOPES
 from coordinator.api.unsupported import UNSUPPORTED
 from coordinator.cluster.registry import Registry
-from coordinator.http import admin, pages, routes
+from coordinator.http import admin, pages, routes, ui_files
 from coordinator.http import anthropic as messages_routes
 from coordinator.http import responses as responses_routes
 from coordinator.metrics import Metrics
@@ -241,7 +241,8 @@ def endpoints() -> list[tuple[str, str]]:
 def _routes() -> list[tuple[web.RouteDef, str]]:
     """Each route with the first paragraph of its handler's docstring."""
     found = []
-    for route in (*routes.routes, *responses_routes.routes, *messages_routes.routes, *pages.routes, *admin.routes):
+    tables = (routes, responses_routes, messages_routes, pages, admin, ui_files)
+    for route in (route for table in tables for route in table.routes):
         assert isinstance(route, web.RouteDef)
         text = inspect.getdoc(route.handler)
         if not text:

@@ -388,7 +388,7 @@ PATHS = (
     "/version", "/admin/workers", "/admin/drain", "/admin/scale", "/v1", "/v1/", "/v1/embeddings", "/v1/audio/speech",
     "/v1/responses", "/admin", "/nothing", "/v1/chat/completions/", "//v1/models", "/v1/models/", "/v1/../v1/models",
     "/%2e%2e/etc/passwd", "/v1/models/%00", "/v1/models/a/b", "/health?x=1", "/" + "x" * 9000, "/metrics?",
-    "/favicon.ico", "/robots.txt",
+    "/favicon.ico", "/robots.txt", "/ui/nothing", "/ui/%2e%2e/openapi.json",
 )  # fmt: skip
 KEYS: dict[str, dict[str, str]] = {
     "none": {},
@@ -539,7 +539,7 @@ def _others() -> Iterator[Call]:
 
 def _guarded() -> Iterator[Call]:
     calls = (("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/metrics"), ("POST", TOKENIZE),
-             ("GET", "/admin/workers"), ("GET", "/nothing"), ("GET", "/"))  # fmt: skip
+             ("GET", "/admin/workers"), ("GET", "/nothing"), ("GET", "/"), ("GET", "/ui/nothing"))  # fmt: skip
     for server in ("keys", "client key", "admin key"):
         for name, headers in KEYS.items():
             for method, path in calls:
