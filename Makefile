@@ -222,10 +222,19 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	    dpkg-deb -x prometheus_*.deb unpacked) && mv $$package/unpacked $@ || \
 	    echo "no Prometheus from apt: its rules and the dashboards are not tried out"
 
+# Chromium, in which tests open the page at /ui. It is installed only where apt can do so without a question.
+APT = apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10
+BROWSERS = chromium chromium-browser google-chrome
+chromium = { for name in $(BROWSERS); do command -v $$name >/dev/null && exit; done; \
+    [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && echo "installing Chromium for the tests of the page at /ui" && \
+    { $(APT) update; DEBIAN_FRONTEND=noninteractive $(APT) -y install --no-install-recommends chromium fonts-dejavu-core; } \
+        >/dev/null 2>&1 || echo "no Chromium: the page at /ui is not tested in a browser (Debian: apt install chromium)"; }
+
 # NIXL: of its two builds (69 MB) the one for torch's CUDA; neither needs CUDA to read host memory, and all that they
 # depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(call needs,test bench docs otel)
+	@$(chromium)
 	@$(PIP) --no-deps nixl nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@

@@ -1,0 +1,144 @@
+"""The page at /ui of a real system, in a real Chromium: a chat streams, a killed worker is seen and comes back, and the
+waterfall of a migrated request shows where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.browser.chromium import needs_chromium, open_page
+from tests.e2e.system import RunningSystem
+from tests.pace import scaled
+
+pytestmark = [pytest.mark.e2e, needs_chromium]
+playwright = pytest.importorskip("playwright.async_api")
+
+LOSS_IS_SEEN_S = 2.0
+STREAM = '{"min_tokens": 600, "max_tokens": 600}'
+"""Fields of a request whose answer takes a second or more."""
+
+
+async def ask(page: Any, text: str, fields: str) -> None:
+    """Send ``text`` in the chat, with other ``fields`` of the request."""
+    await page.click("summary:text('Other fields')")
+    await page.fill("#p-other", fields)
+    await page.fill("#prompt", text)
+    await page.press("#prompt", "Enter")
+
+
+async def worker_of(system: RunningSystem, name: str) -> dict[str, Any]:
+    async with system.client() as client:
+        return dict((await client.workers())[name])
+
+
+@pytest.mark.alone
+async def test_a_chat_streams_and_a_killed_worker_turns_red_and_comes_back(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    playwright.expect.set_options(timeout=scaled(10_000))
+    with RunningSystem.up(tmp_path, checkpoint("llama")) as system:
+        async with open_page(system.url) as page:
+            await playwright.expect(page.locator("#model")).to_have_text(system.name)
+            await ask(page, "hello", STREAM)
+            answer = page.locator(".turn.assistant")
+            await playwright.expect(page.locator(".turn.assistant[aria-busy=true] .text")).not_to_be_empty()
+            await playwright.expect(answer).to_have_attribute("aria-busy", "false")
+            await playwright.expect(answer.locator(".facts")).to_contain_text("600 tokens")
+            await playwright.expect(answer.locator(".facts")).to_contain_text("prefill-0 → decode-0")
+
+            await page.click("nav a[href='#system']")
+            card = page.locator("[data-worker=decode-0]")
+            await playwright.expect(card).to_have_attribute("data-state", "ready")
+            await playwright.expect(page.locator(".kv")).to_have_count(2)
+            bars = await card.locator(".kv i").evaluate_all("(bars) => bars.map((bar) => parseFloat(bar.style.width))")
+            assert len(bars) == 2 and 0 < sum(bars) <= 100, "the blocks of the answer are cached"
+
+            before = await worker_of(system, "decode-0")
+            psutil.Process(before["pid"]).kill()
+            killed_at = time.monotonic()
+            await playwright.expect(card).to_have_attribute("data-state", "lost")
+            assert time.monotonic() - killed_at < scaled(LOSS_IS_SEEN_S)
+            await playwright.expect(card).to_have_attribute("data-state", "ready", timeout=scaled(60_000))
+            assert (await worker_of(system, "decode-0"))["pid"] != before["pid"]
+            await playwright.expect(page.locator(".log")).to_contain_text("back")
+            system.process.look_around()
+
+
+@pytest.mark.whole
+async def test_the_waterfall_of_a_migrated_request_shows_both_workers_and_the_gap(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    playwright.expect.set_options(timeout=scaled(10_000))
+    with RunningSystem.up(tmp_path, checkpoint("llama"), "--decode", "2") as system:
+        async with open_page(system.url) as page:
+            await ask(page, "hello", STREAM)
+            await playwright.expect(page.locator(".turn.assistant[aria-busy=true] .text")).not_to_be_empty()
+            first = await decoding(system)
+            psutil.Process((await worker_of(system, first))["pid"]).kill()
+            answer = page.locator(".turn.assistant")
+            await playwright.expect(answer).to_have_attribute("aria-busy", "false", timeout=scaled(60_000))
+            await playwright.expect(answer.locator(".facts")).to_contain_text("600 tokens")
+            await answer.locator(".facts a").click()
+
+            second = {"decode-0": "decode-1", "decode-1": "decode-0"}[first]
+            details = page.locator(".details")
+            lanes = details.locator(".lane[data-span=decode]")
+            await playwright.expect(lanes).to_have_count(2)
+            await playwright.expect(lanes.nth(0)).to_contain_text(first)
+            await playwright.expect(lanes.nth(1)).to_contain_text(second)
+            await playwright.expect(details.locator(".lane[data-span=migration]")).to_contain_text(f"from {first}")
+            gap = await details.locator(".gaps i").bounding_box()
+            ends = await lanes.nth(0).locator(".track i").last.bounding_box()
+            goes_on = await lanes.nth(1).locator(".track i").first.bounding_box()
+            assert gap is not None and ends is not None and goes_on is not None and gap["width"] > 0
+            assert ends["x"] + ends["width"] <= gap["x"] + 2 and gap["x"] + gap["width"] <= goes_on["x"] + 2
+            await playwright.expect(page.locator("tr .badge")).to_have_text("migrated")
+            system.process.look_around()
+
+
+async def decoding(system: RunningSystem) -> str:
+    """Return the name of the decode worker that has a running sequence."""
+    async with asyncio.timeout(scaled(10)), system.client() as client:
+        while True:
+            for name, worker in (await client.workers()).items():
+                if worker["role"] == "decode" and worker["running"]:
+                    return name
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.whole
+async def test_keys_drain_and_scale(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    playwright.expect.set_options(timeout=scaled(10_000))
+    flags = ("--api-key", "for-clients", "--admin-api-key", "for-admins")
+    with RunningSystem.up(tmp_path, checkpoint("llama"), *flags) as system:
+        async with open_page(system.url, "system", expected="status of 40[13]") as page:
+            await playwright.expect(page.locator("#system-view .notice")).to_contain_text("A key is needed")
+            await page.click("#keys-button")
+            await page.fill("#admin-key", "for-clients")
+            await page.click("dialog button[type=submit]")
+            await playwright.expect(page.locator("#admin-key-said")).to_contain_text("does not open /admin")
+            await page.fill("#admin-key", "for-admins")
+            await page.click("dialog button[type=submit]")
+            await playwright.expect(page.locator(".worker")).to_have_count(2)
+
+            await page.click("#scale-button")
+            await page.fill("#scale-decode", "2")
+            await page.click("dialog button[type=submit]")
+            await playwright.expect(page.locator("[data-worker=decode-1]")).to_have_attribute(
+                "data-state", "ready", timeout=scaled(60_000)
+            )
+            await playwright.expect(page.locator("dialog")).to_have_count(0)
+            await page.click("[data-worker=decode-1] >> text=Drain")
+            await page.click("dialog button[type=submit]")
+            await playwright.expect(page.locator(".log")).to_contain_text("decode-1")
+            await playwright.expect(page.locator(".log")).to_contain_text("it has drained")
+            await playwright.expect(page.locator("[data-worker=decode-1]")).to_have_attribute(
+                "data-state", "ready", timeout=scaled(60_000)
+            )
+            system.process.look_around()
