@@ -32,7 +32,7 @@ class Alternatives {
       const line = (each, chosen) => {
         const bar = h("i");
         bar.style.width = `${100 * Math.exp(each.logprob)}%`;
-        return h("tr", { class: chosen ? "chosen" : null }, h("td", { class: "token" }, visible(each.token)), h("td", { class: "number" }, percent(each.logprob)), h("td", { class: "number muted" }, each.logprob.toFixed(2)), h("td", { class: "meter" }, bar));
+        return h("tr", { class: chosen ? "chosen" : null }, h("td", { class: "token" }, visible(each.token)), h("td", { class: "number" }, percent(each.logprob)), h("td", { class: "number muted" }, (Math.round(100 * each.logprob) / 100 + 0).toFixed(2)), h("td", { class: "meter" }, bar));
       };
       return [line({ token, logprob }, true), ...others.map((each) => line(each, false))];
     });
