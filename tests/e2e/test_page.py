@@ -93,6 +93,7 @@ async def test_the_waterfall_of_a_migrated_request_shows_both_workers_and_the_ga
             await playwright.expect(lanes.nth(0)).to_contain_text(first)
             await playwright.expect(lanes.nth(1)).to_contain_text(second)
             await playwright.expect(details.locator(".lane[data-span=migration]")).to_contain_text(f"from {first}")
+            await playwright.expect(details.locator(".pill")).to_have_text("done")
             gap = await details.locator(".gaps i").bounding_box()
             ends = await lanes.nth(0).locator(".track i").last.bounding_box()
             goes_on = await lanes.nth(1).locator(".track i").first.bounding_box()

@@ -1,7 +1,7 @@
 // The waterfall of one request: as one line in a list, and in full with an axis, a row per span and its details.
 
 import { bytes, copy, count, h, many, milliseconds, setAttribute, setText } from "./dom.js";
-import { barsOf, endOf, lengthOf, nameOf, rowsOf, storyOf, ticksOf, toneOf } from "./spans.js";
+import { barsOf, endOf, isOver, lengthOf, nameOf, rowsOf, storyOf, ticksOf, toneOf } from "./spans.js";
 
 const percent = (part, whole) => `${Math.max(0, Math.min(100, (100 * part) / whole)).toFixed(3)}%`;
 
@@ -64,6 +64,8 @@ export class Details {
       this.request = null;
       return;
     }
+    if (request === this.request && request.spans === this.spans && isOver(request)) return;
+    this.spans = request.spans;
     if (request.id !== this.request?.id) this.selected = -1;
     this.request = request;
     const length = lengthOf(request, nowS);
