@@ -30,6 +30,7 @@ from common.net.sockets import Channels, is_local, nearby
 from common.platform import device, gpu, malloc, open_files, threads
 from common.platform.core_lease import MAX_CORES, CoreLease, Lending
 from common.platform.process_usage import process_usage
+from common.worker import health
 from common.worker.loop import Worker, WorkerSettings
 from deploy import gpu_watch
 from deploy.launcher import cores, status
@@ -81,7 +82,10 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     _check_transport(config, machines)
     with _ranks(config, machines) as ranks, _leaving_if_lost(ranks):
         worker = build(config, checkpoint, keys or config.keys_of(config.role), machines, ranks)
-        with _borrowing(lent, others) as worker.steps.cores:
+        with (
+            _borrowing(lent, others) as worker.steps.cores,
+            health.answering(config.host, config.health_port, worker),
+        ):
             gc.freeze()  # the model lives as long as the process: collections need not traverse it
             worker.run()
     if sys.modules.get("triton") is not None:
