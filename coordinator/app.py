@@ -2,6 +2,7 @@
 
 Composes the registry, gateway, router, admission, dispatcher and HTTP application. SIGTERM or SIGINT starts a drain:
 new requests get 503, and running requests have ``drain_timeout`` seconds to finish and to be read by their clients.
+With ``handover_time`` another coordinator takes over the workers before that, while requests are still accepted.
 Without a launcher, a second signal ends the drain at once.
 """
 
@@ -127,6 +128,7 @@ async def _serve(
             if on_ready is not None:
                 on_ready(url, services.dispatcher.gateway.address)
             await stop.first.wait()
+            await hand_over(services, stop.second)
             await drain(services, stop.second)
     return 0
 
@@ -156,7 +158,7 @@ async def running(
     metrics = Metrics(model.name, registry, version=product_version())
     router = Router(registry, config.local_prefill, config.no_prefill_policy)
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-    dispatcher = Dispatcher(gateway, router, admission, metrics)
+    dispatcher = Dispatcher(gateway, router, admission, metrics, starting_wait_s=config.starting_wait)
     metrics.sources.request_counts = lambda: RequestCounts(
         len(dispatcher.records) - admission.requests, admission.requests
     )
@@ -197,6 +199,19 @@ async def create_app(config: CoordinatorConfig, scale: Scale | None = None) -> A
     """Yield the HTTP application over running services, for tests; ``app[SERVICES]`` holds the services."""
     async with running(config, scale) as services:
         yield make_app(services)
+
+
+async def hand_over(services: Services, second: asyncio.Event) -> None:
+    """Send the workers to the next coordinator, and go on serving for ``handover_time`` seconds, or until ``second`` is
+    set. Clients and load balancers learn of it: connections are closed with each answer, and /ready is 503."""
+    handover_s = services.config.handover_time
+    if not handover_s:
+        return
+    log.info("leaving: the workers are sent to the next coordinator, requests are accepted for %g s more", handover_s)
+    services.dispatcher.leaving = True
+    services.dispatcher.gateway.leave()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(second.wait(), handover_s)
 
 
 async def drain(services: Services, second: asyncio.Event) -> None:

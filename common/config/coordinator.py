@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config.options import (
+    SECONDS,
     TEXT,
     count,
     option,
@@ -12,6 +13,9 @@ from common.config.options import (
 from common.config.serving import ServingOptions
 from common.config.shared import ClusterOptions, ModelOptions, ProcessOptions, check_cluster
 from common.net.keys import ClusterKeys
+
+STARTING_WAIT_S = 3.0
+"""Default of ``--starting-wait``: three times what the workers of a previous coordinator need to join."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,21 @@ class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOpt
     )
     expect_colocated: int = option(
         0, "number of colocated workers that must have joined once before /ready reports ready", count(), "routing"
+    )
+
+    starting_wait: float = option(
+        STARTING_WAIT_S,
+        "seconds after the start in which requests wait for the first worker instead of failing: the workers of a "
+        "previous coordinator come back within a second",
+        SECONDS,
+        "queue",
+    )
+    handover_time: float = option(
+        0.0,
+        "seconds after SIGTERM in which requests are still accepted, while workers join another coordinator that "
+        "listens at the same address; then this one drains",
+        SECONDS,
+        "queue",
     )
 
     def check_binds(self, keys: ClusterKeys | None = None) -> None:

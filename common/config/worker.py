@@ -8,6 +8,7 @@ from typing import Literal
 from common.config.engine import PLAIN_TRANSPORTS, EngineOptions
 from common.config.options import (
     ADDRESS,
+    PORT,
     TEXT,
     count,
     one_of,
@@ -40,6 +41,14 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
     )
     host: str = option(
         "127.0.0.1", "address at which other workers reach this one for KV hand-offs", TEXT, "network and keys"
+    )
+    health_port: int | None = option(
+        None,
+        "port on --host on which GET /health and GET /ready answer an orchestrator's probes, without a key; 0 picks a "
+        "free one",
+        PORT,
+        "network and keys",
+        shown_default="none: no such port",
     )
     kv_encryption: KvEncryption | None = option(
         None,

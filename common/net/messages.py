@@ -8,7 +8,7 @@ another version.
     worker ──► coordinator   Hello, Heartbeat, Gpus, Tokens, PromptLogprobs, Timing, RequestFailed, Cached, Measured,
                              LeaseAck, Goodbye
     coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
-                             ResendPrompt, Measure, Drain
+                             ResendPrompt, Measure, Drain, Leaving
     coordinator ──► heartbeat thread   Ping
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
@@ -416,6 +416,11 @@ class Drain(Message, tag="drain"):
     timeout_ms: int
 
 
+class Leaving(Message, tag="leaving"):
+    """This coordinator will stop, and another one listens at its address: dial that again. This connection stays for
+    the requests that came over it. Also the answer to a Hello that came here since: dial once more."""
+
+
 ToHeartbeatThread = Ping
 ToWorker = (
     Welcome
@@ -431,6 +436,7 @@ ToWorker = (
     | ResendPrompt
     | Measure
     | Drain
+    | Leaving
 )
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------

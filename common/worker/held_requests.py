@@ -19,6 +19,7 @@ from common.core.request import Request
 from common.kv.cache import KvCache
 from common.kv.table import BlockTable
 from common.net.messages import MAX_HELD, MAX_TEXT, RequestFailed
+from common.worker.former import FormerCoordinator
 from common.worker.membership import Membership
 
 if TYPE_CHECKING:
@@ -116,6 +117,30 @@ class HeldRequests:
         for transfer in self._owner.holdings():
             self._owner.abort(transfer)
 
+    def drop_own(self) -> None:
+        """Abort everything that is held for the coordinator, and for none that is leaving."""
+        for transfer in self._own():
+            self._owner.abort(transfer)
+
+    def drop_of(self, former: FormerCoordinator) -> int:
+        """Abort everything that is held for a coordinator that is gone; return how many requests that were."""
+        held = [each for each in self._owner.holdings() if each.request in former.requests]
+        for transfer in held:
+            self._owner.abort(transfer)
+        return len(held)
+
+    def hand_over(self) -> bool:
+        """Let what is held belong to the coordinator that is leaving, and dial the next one; False if that cannot be.
+        Link trials end."""
+        for transfer in list(self._trials):
+            self._owner.abort(transfer)
+        return self._membership.hand_over([each.request for each in self._own()])
+
+    def _own(self) -> list[TransferId]:
+        """Return what is held and is not of a coordinator that is leaving."""
+        is_former = self._membership.is_former
+        return [each for each in self._owner.holdings() if not is_former(each.request)]
+
     # -- the lease ----------------------------------------------------------------------------------------------------
 
     def begin_lease(self, lease_s: float, now: float) -> None:
@@ -133,6 +158,18 @@ class HeldRequests:
             return
         self._leased_until = now + self._lease_s
         self._unlisted = self._owner.holdings() - self._trials.keys() - listed
+        if self._membership.former:
+            self._unlisted &= set(self._own())
+
+    def renew_former(self, former: FormerCoordinator, live: bytes) -> None:
+        """As :meth:`renew_lease` for a coordinator that is leaving, whose session has its own lease."""
+        try:
+            listed = set(unpack_transfers(live))
+        except ValueError as error:
+            log.warning("dropped a Lease message: %s", str(error))
+            return
+        held = {each for each in self._owner.holdings() if each.request in former.requests}
+        self._unlisted |= held - listed
 
     def reap(self) -> None:
         """Drop the requests that the last Lease did not list. Called after hand-offs were advanced, so that one which
@@ -147,10 +184,10 @@ class HeldRequests:
 
     def expire_lease(self, now: float) -> None:
         """Drop everything once the lease has expired: without its coordinator a worker holds nothing."""
-        if now > self._leased_until and (held := self._owner.holdings()):
+        if now > self._leased_until and (held := self._own()):
             log.warning("the coordinator has been silent for %g s: dropping %d requests", self._lease_s, len(held))
             self._report.count("reaped_requests", len(held))
-            self.drop_all()
+            self.drop_own()
 
     def silent_s(self, now: float) -> float:
         """Return for how many seconds the coordinator has been silent if the lease has expired, else 0."""

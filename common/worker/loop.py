@@ -33,6 +33,8 @@ from common.net.messages import (
     Hello,
     Lease,
     LeaseAck,
+    Leaving,
+    Measure,
     NameTaken,
     Rejected,
     Rejoin,
@@ -43,6 +45,7 @@ from common.net.sockets import Channels
 from common.platform.gpu_health import unusable
 from common.platform.gpu_monitor import GpuMonitor
 from common.worker.connection_log import ConnectionLog
+from common.worker.former import FormerCoordinator
 from common.worker.held_requests import HeldRequests
 from common.worker.membership import Membership
 from common.worker.overlap import Overlap
@@ -64,6 +67,10 @@ SWEEP_S = 0.1
 PUBLISH_S = 0.05
 """Interval at which a busy worker updates the snapshot that heartbeats report, and announces cached prefixes.
 Announcing after every step would send a message per step, since some stream has nearly always just filled a block."""
+
+STUCK_S, STUCK_STEPS = 30.0, 10
+"""A turn of the loop that takes longer than STUCK_S, and than STUCK_STEPS times its step was expected to take, will not
+end. Far more than the coordinator's own limit, which moves requests away: this one costs the process."""
 
 
 class Engine(Protocol):
@@ -222,6 +229,24 @@ class Worker(abc.ABC):
     def handoff_counts(self) -> HandoffCounts:
         """Return the counts of hand-offs that heartbeats report."""
 
+    # -- health, asked from another thread ----------------------------------------------------------------------------
+
+    def why_stuck(self) -> str:
+        """Return why the loop will not go on by itself: its current turn has taken far longer than its step may. ""
+        if it goes on, also without a coordinator."""
+        since, expected_s = self.membership.turning_since, self.membership.expected_s
+        turn_s = 0.0 if since is None else self.clock() - since
+        longest_s = max(STUCK_S, STUCK_STEPS * expected_s)
+        return f"one turn of the loop has taken {turn_s:.0f} s so far" if turn_s > longest_s else ""
+
+    def why_not_ready(self) -> str:
+        """Return why the coordinator places no new requests here, "" if it may."""
+        if self.draining_until is not None:
+            return "this worker drains"
+        if not self.membership.joined:
+            return "this worker has not joined a coordinator"
+        return "" if self.membership.connected else "the connection to the coordinator is down"
+
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def watch_gpus(self, monitor: GpuMonitor) -> None:
@@ -253,6 +278,9 @@ class Worker(abc.ABC):
         now = self.membership.turning_since = self.clock()
         for message in self.membership.receive():
             self._dispatch(message, now)
+        for former in self.membership.former:
+            for message in former.receive():
+                self._dispatch_former(former, message, now)
         self.move_kv(self.clock())
         self.requests.reap()
         self._sweep(self.clock())
@@ -280,12 +308,17 @@ class Worker(abc.ABC):
                     "the coordinator refuses this worker", reason, "use the model and options of the other workers"
                 )
             case NameTaken():
-                self.requests.drop_all()
+                self.requests.drop_own()
             case Rejoin():
                 why = "it was restarted, or has given this worker up and placed its requests elsewhere"
                 dropped = len(self.holdings())
                 log.warning("the coordinator asks this worker to join again: %s (%d requests dropped)", why, dropped)
-                self.requests.drop_all()
+                self.requests.drop_own()
+            case Leaving():
+                if self.requests.hand_over():
+                    log.info(
+                        "the coordinator is leaving: dialling the next one, %d requests go on", len(self.holdings())
+                    )
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
             case _ if not self.membership.joined:  # hold nothing before the duration of a lease is known
@@ -302,6 +335,25 @@ class Worker(abc.ABC):
                     log.warning("dropped a %s message: %s", type(message).__name__, str(error))
                     self.membership.bad_messages += 1
 
+    def _dispatch_former(self, former: FormerCoordinator, message: Any, now: float) -> None:
+        """Act on a message of a coordinator that is leaving."""
+        match message:
+            case Lease(live=live):
+                self.requests.renew_former(former, live)
+                former.send(LeaseAck(self.incarnation))
+            case ResendPrompt(request=request, attempt=attempt, start=start):
+                self.prompt_reports.resend(TransferId(request, attempt), start)
+            case Drain(timeout_ms=timeout_ms):
+                self.drain(timeout_ms / 1000)
+            case Welcome() | Leaving() | Measure():
+                pass
+            case _:
+                try:
+                    self.handle(message, now)
+                except WireError as error:
+                    log.warning("dropped a %s message: %s", type(message).__name__, str(error))
+                    self.membership.bad_messages += 1
+
     def _sweep(self, now: float) -> None:
         """Every SWEEP_S, look for an expired lease, a broken connection and requests whose deadlines have passed."""
         if now - self._swept_at < SWEEP_S:
@@ -310,6 +362,9 @@ class Worker(abc.ABC):
         self.prompt_reports.forget(now)
         self.requests.expire_lease(now)
         self.membership.reconnect()
+        for former in self.membership.take_gone():
+            if dropped := self.requests.drop_of(former):
+                log.warning("the coordinator that was leaving is gone: %d of its requests are dropped", dropped)
         self._connection_log.check(now)
         self.requests.expire_deadlines(now)
 

@@ -7,15 +7,18 @@ them. Each reports the last snapshot that the worker published, and how long the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+import zmq
 
 from common.core.errors import WireError
-from common.net.messages import Gpus, Heartbeat, Hello, Lease, Message, NameTaken, Rejoin, ToWorker, Welcome
+from common.net.messages import Gpus, Heartbeat, Hello, Lease, Leaving, Message, NameTaken, Rejoin, ToWorker, Welcome
+from common.net.socket_monitor import Handshakes
 from common.net.sockets import Channels, HeartbeatThread, identity, receive, send
 from common.platform.gpu_monitor import GpuMonitor
+from common.worker.former import MOST_FORMER, FormerCoordinator
 
 log = logging.getLogger("tandem.worker")
 
@@ -24,6 +27,8 @@ REJOIN_S = 1.0
 Hello arrives, and one Hello is enough."""
 RETRY_S = 1.0
 """Seconds between two Hellos while another worker has this worker's name."""
+REDIAL_S = 0.25
+"""Seconds after which to dial again where a coordinator answered that is leaving."""
 RECONNECT_S = 2.0
 """Seconds without an answer to Hello after which to connect again. If there is a connection, the Hello was lost, with
 an earlier connection or because this one no longer carries anything. If our key was refused, the coordinator's list of
@@ -51,8 +56,17 @@ class Snapshot(msgspec.Struct, frozen=True):
     resting: bytes = b""
 
 
+class _Beats:
+    """To whom a heartbeat thread reports: to the coordinator, or from a hand-over on to ``former``."""
+
+    former: FormerCoordinator | None = None
+
+
 class Membership:
     """The control socket of one worker incarnation. Used from one thread; only heartbeats have their own."""
+
+    _socket: zmq.Socket[Any]
+    _handshakes: Handshakes
 
     def __init__(self, channels: Channels, address: str, hello: Hello) -> None:
         self._channels, self._address, self._clock = channels, address, channels.clock
@@ -73,6 +87,11 @@ class Membership:
         self._gpus_sent = 0
         self._welcome: Welcome | None = None
         self._heartbeat_thread: HeartbeatThread | None = None
+        self._beats = _Beats()
+        self.former: list[FormerCoordinator] = []
+        """The coordinators that are leaving and still have requests here, or may have."""
+        self._redial_at: float | None = None
+        """When to dial again, after a coordinator that is leaving has answered; else None."""
         self._name_taken = ""
         """Why this worker has not been welcomed so far, if another worker has its name; else ""."""
         self._hello_sent_at = 0.0
@@ -106,7 +125,10 @@ class Membership:
         """Connect again where libzmq does not: after a refusal, and when a connection carries nothing, that is, when a
         Hello stays unanswered or no message arrives for the duration of a lease."""
         reconnected, now = self._handshakes.look(), self._clock()
-        if self._handshakes.final:
+        if self._redial_at is not None:
+            if now >= self._redial_at:
+                self._dial_again()
+        elif self._handshakes.final:
             if now - self._hello_sent_at > RECONNECT_S:
                 self._dial_again()
         elif reconnected or not self._handshakes.connected:
@@ -128,7 +150,52 @@ class Membership:
         self._dial()
         self._send_hello()
 
+    def hand_over(self, requests: Iterable[bytes]) -> bool:
+        """Keep the session of a coordinator that is leaving for its ``requests`` (ids), and dial its address for the
+        next one. False if too many coordinators are leaving: this one then keeps its worker until it is gone."""
+        if self._welcome is None or len(self.former) == MOST_FORMER:
+            return False
+        secret = self._channels.secret()  # so another identity: the old connection must not take it away
+        name = identity(self.hello.name, self.hello.incarnation, secret)
+        try:
+            socket, handshakes = self._channels.watched_dealer(self._address, name)
+        except WireError as error:  # no file descriptor is free
+            log.warning("cannot dial the next coordinator before this one is gone: %s", error)
+            return False
+        self._handshakes.look()  # so that from here on a connection that is made is another one
+        former = FormerCoordinator(
+            self._channels,
+            self._socket,
+            self._handshakes,
+            self._heartbeat_thread,
+            self.snapshot,
+            self.acted_on,
+            requests,
+            self._welcome.lease_ms / 1000,
+        )
+        self.former.append(former)
+        self._beats.former, self._beats = former, _Beats()
+        self._heartbeat_thread = self._welcome = self._unanswered_since = None
+        self._secret, self._socket, self._handshakes = secret, socket, handshakes
+        self._channels.register(socket)
+        self._heard_at = self._clock()
+        self._send_hello()
+        return True
+
+    def take_gone(self) -> list[FormerCoordinator]:
+        """Close the sessions of former coordinators that are gone, and return them."""
+        gone = [each for each in self.former if each.is_gone()]
+        for each in gone:
+            self.former.remove(each)
+            each.close()
+        return gone
+
+    def is_former(self, request: bytes) -> bool:
+        """Return whether the request of that id came from a coordinator that is leaving."""
+        return any(request in each.requests for each in self.former)
+
     def _dial(self) -> None:
+        self._redial_at = None
         name = identity(self.hello.name, self.hello.incarnation, self._secret)
         self._socket, self._handshakes = self._channels.watched_dealer(self._address, name)
         self._channels.register(self._socket)
@@ -149,8 +216,23 @@ class Membership:
         send(self._socket, self.hello)
 
     def send(self, message: Message) -> None:
-        """Send to the coordinator. If it is gone, the message waits in the socket, or is lost with it."""
+        """Send to the coordinator, or to the former one whose request it is about. If it is gone, the message waits in
+        the socket, or is lost with it."""
+        rest: Message | None = message
+        for former in self.former:
+            part, rest = former.share(message)
+            if part is not None:
+                former.send(part)
+            if rest is None:
+                return
+            message = rest
         send(self._socket, message)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Replace the snapshot that heartbeats report."""
+        self.snapshot = snapshot
+        for former in self.former:
+            former.publish(snapshot)
 
     def receive(self) -> Iterator[Any]:
         """Yield every control message that has arrived. Welcome starts heartbeats, NameTaken stops them, and Rejoin
@@ -167,6 +249,10 @@ class Membership:
             if message is None:
                 return
             self._heard_at = self._clock()
+            if isinstance(message, Leaving) and self._welcome is None:
+                if self._redial_at is None:
+                    self._redial_at = self._heard_at + REDIAL_S
+                continue
             if not isinstance(message, Rejoin | NameTaken):  # the coordinator does not count these
                 self.acted_on += 1
             if isinstance(message, Lease):
@@ -184,7 +270,9 @@ class Membership:
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:
-        """Stop heartbeats, send ``goodbye`` if given, and close the socket within half a second."""
+        """Stop heartbeats, send ``goodbye`` if given, and close the sockets within half a second each."""
+        while self.former:
+            self.former.pop().close(goodbye)
         self._hang_up(goodbye)
 
     # -- heartbeats ---------------------------------------------------------------------------------------------------
@@ -195,8 +283,11 @@ class Membership:
         self._stop_heartbeats()
         name = identity(self.hello.name, self.hello.incarnation, self._secret, beats=True)
         self._gpus_sent = 0
-        also = None if self.gpus is None else self._gpu_report
-        self._heartbeat_thread = self._channels.heartbeat_thread(self._address, name, interval_s, self._heartbeat, also)
+        beats = self._beats = _Beats()
+        also = None if self.gpus is None else lambda: self._gpu_report() if beats.former is None else None
+        self._heartbeat_thread = self._channels.heartbeat_thread(
+            self._address, name, interval_s, lambda asked: self._heartbeat(asked, beats.former), also
+        )
 
     def _stop_heartbeats(self) -> None:
         """Stop the heartbeat thread and forget it, so that it is stopped once even if starting the next one fails."""
@@ -204,8 +295,8 @@ class Membership:
             self._heartbeat_thread.stop()
             self._heartbeat_thread = None
 
-    def _heartbeat(self, asked: int) -> Heartbeat:
-        now, since, shot = self._clock(), self.turning_since, self.snapshot
+    def _heartbeat(self, asked: int, former: FormerCoordinator | None = None) -> Heartbeat:
+        now, since, shot = self._clock(), self.turning_since, (former or self).snapshot
         stood_still_s = max(0.0, self.stood_still_s() - self.stood_still_before_s)  # a new thread counts from 0
         return Heartbeat(
             self.hello.incarnation,

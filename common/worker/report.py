@@ -55,7 +55,7 @@ class WorkerReport:
         worker, planner, cache = self._worker, self._worker.planner, self._worker.cache
         counts, handoffs = cache.pool.counts, worker.handoff_counts()
         self._update_counters(handoffs)
-        worker.membership.snapshot = Snapshot(
+        shot = Snapshot(
             live=b"".join({transfer.request: None for transfer in worker.holdings()}),
             acted_on=worker.membership.acted_on,
             free=counts.free,
@@ -69,6 +69,7 @@ class WorkerReport:
             longest_step_s=worker.step_times.longest,
             resting=b"".join(planner.resting()),
         )
+        worker.membership.publish(shot)
         added, removed = cache.prefix.take_changes()
         for first in range(0, max(len(added), len(removed)), MAX_KEYS):
             part = slice(first, first + MAX_KEYS)

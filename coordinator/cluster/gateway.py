@@ -27,6 +27,7 @@ from common.net.messages import (
     Heartbeat,
     Hello,
     LeaseAck,
+    Leaving,
     Measured,
     Message,
     PromptLogprobs,
@@ -147,6 +148,12 @@ class Gateway:
     def may_return(self, role: Role) -> bool:
         """Return whether a worker that does the work of ``role`` has lost its connection and may reconnect at once."""
         return self._lost.may_return(role)
+
+    def leave(self) -> None:
+        """Let workers dial the next coordinator at this address. Their sessions here stay for requests of this one."""
+        self._reception.leaving = True
+        for worker in list(self.registry):
+            self.send(worker, Leaving())
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -290,6 +297,8 @@ class Gateway:
         if isinstance(message, Hello):
             self._reception.hello(party, frame, message, now_s, events)
             return
+        if self._reception.leaving and self._reception.is_elsewhere(frame, incarnation):
+            return  # a worker that looks for the next coordinator, and has found this one
         worker = self.registry.get(incarnation) or self._lost.losing_worker(incarnation)
         if worker is None:
             if isinstance(message, Heartbeat):

@@ -20,6 +20,7 @@ from common.net.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Leaving,
     NameTaken,
     Rejected,
     Rejoin,
@@ -60,10 +61,15 @@ class Reception:
         self._registry, self._outbox, self._lost, self._complaints = registry, outbox, lost, complaints
         self._incarnation, self._clock, self._keyed = incarnation, clock, keyed
         self._asked = PeerBanList(MOST_ASKED)
+        self.leaving = False
+        """Whether new connections of workers are sent to the next coordinator. Those of before stay."""
 
     def hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float, events: GatewayEvents) -> None:
         """Admit or refuse the sender of a Hello; raises WireError if the Hello does not match the identity or the key
         of its sender."""
+        if self.leaving and self.is_elsewhere(frame, hello.incarnation):
+            self._outbox.reply(frame, Leaving())
+            return
         self._check_identity(party, frame, hello)
         if (losing := self._lost.not_losing(hello.incarnation)) is not None:
             events.on_worker_lost(losing, Loss.RECONNECTED)
@@ -90,6 +96,11 @@ class Reception:
                 hello.name, hello.role, hello.kv_blocks, hello.block_size,
             )  # fmt: skip
             events.on_worker_joined(worker)
+
+    def is_elsewhere(self, frame: bytes, incarnation: Incarnation) -> bool:
+        """Return whether ``frame`` is not the identity of the session that this coordinator has with that worker."""
+        known = self._lost.get(incarnation) or self._registry.get(incarnation)
+        return known is None or known.route != control_identity(frame)
 
     def stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker, events: GatewayEvents) -> None:
         """Handle a message of an incarnation that is not registered: note that a missing worker is alive, and send a

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from coordinator.http.admin import routes as admin
 from coordinator.http.anthropic import routes as anthropic
@@ -54,6 +54,7 @@ def make_app(services: Services) -> web.Application:
         client_max_size=config.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(functools.partial(_close_if_leaving, services))
     app.on_response_prepare.append(cors.add_headers)
     app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
     app[SERVICES] = services
@@ -73,6 +74,15 @@ async def _close_logs(left: RateLimitedLog, cuts: RateLimitedLog, _: web.Applica
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
     """Set the ``Server`` header, without a version number that would help an attacker."""
     response.headers["Server"] = SERVER
+
+
+async def _close_if_leaving(services: Services, request: web.Request, response: web.StreamResponse) -> None:
+    """Close the connection behind ``response`` while another coordinator takes over: the client's next one goes
+    there."""
+    if services.dispatcher.leaving:
+        response.force_close()
+        if request.version >= HttpVersion11:
+            response.headers["Connection"] = "close"
 
 
 def make_runner(app: web.Application) -> Runner:

@@ -272,7 +272,7 @@ async def ready(request: web.Request) -> web.Response:
 
 def not_ready(services: Services) -> str | None:
     """Return why no request could be served now, or which workers have never joined; None if GET /ready answers 200."""
-    if services.dispatcher.draining:
+    if services.dispatcher.draining or services.dispatcher.leaving:
         return "The server is shutting down."
     config, registry = services.config, services.registry
     wanted = registry.expected

@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from common.config.coordinator import STARTING_WAIT_S
 from common.core.errors import RequestError
 from common.core.ids import Incarnation
 from common.net.messages import Measured, PromptLogprobs, RequestFailed, Timing, Tokens
@@ -58,6 +59,7 @@ class Dispatcher:
         admission: Admission,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop | None = None,
+        starting_wait_s: float = STARTING_WAIT_S,
     ) -> None:
         self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
         self.registry: Registry = gateway.registry
@@ -65,6 +67,8 @@ class Dispatcher:
         self.breakers = router.breakers
         self._link_trials = LinkTrials(gateway)
         self.link_stats = self._link_trials.stats
+        self.leaving = False
+        """Whether another coordinator takes over, while this one still accepts requests."""
         self.draining = False
         self.worker_log = WorkerLog()
         self.registry.on_drain = self.worker_log.draining
@@ -84,7 +88,7 @@ class Dispatcher:
         self._placer = Placer(
             gateway, router, self._queue, self._timer, self._pings, self._assignments, self._active, self._recovery
         )
-        self._limits = WaitLimits(gateway, router, self._queue, self._timer, self._active)
+        self._limits = WaitLimits(gateway, router, self._queue, self._timer, self._active, starting_wait_s)
         self._silence = SilenceWatch(gateway, self._assignments, self._recovery)
         self._stream = TokenStream(
             gateway, router, metrics, self._active, self._assignments, self._recovery, self._timer

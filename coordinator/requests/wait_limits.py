@@ -23,9 +23,6 @@ WORKERLESS_WAIT_S = 10.0
 """How long an admitted request waits when a role has no worker left, or when the workers that are left are too small
 for it. A request with output waits a lease longer, because a hung worker is replaced only when its lease has expired;
 one whose client has seen output waits until its deadline while a role has no worker."""
-STARTING_WAIT_S = 3.0
-"""For this long after the coordinator's start, new requests wait for the first worker of a role instead of failing: the
-workers of a previous coordinator reconnect within a second after this one listens."""
 REJECTED_WAIT_S = 0.5
 """WORKERLESS_WAIT_S for the case that prefill workers are missing and the policy is to reject."""
 
@@ -34,17 +31,25 @@ class WaitLimits:
     """Fails queued requests that no worker can take and that have waited long enough for one."""
 
     def __init__(
-        self, gateway: Gateway, router: Router, queue: RequestQueue, timer: PlacementTimer, active: ActiveRequests
+        self,
+        gateway: Gateway,
+        router: Router,
+        queue: RequestQueue,
+        timer: PlacementTimer,
+        active: ActiveRequests,
+        starting_wait_s: float,
     ) -> None:
+        """``starting_wait_s``: for how long after the coordinator's start new requests wait for the first worker of a
+        role instead of failing."""
         self._gateway, self._registry, self._clock = gateway, gateway.registry, gateway.clock
         self._router, self._queue, self._timer, self._active = router, queue, timer, active
-        self._times = gateway.registry.times
+        self._times, self._starting_wait_s = gateway.registry.times, starting_wait_s
         self._rejoin_until = -inf
         """Until this time, workers of a previous coordinator may still join."""
 
     def start(self, now: float) -> None:
         """Note the start of the coordinator."""
-        self._rejoin_until = now + STARTING_WAIT_S - self._times.sweep_s  # the next sweep fails waiting requests
+        self._rejoin_until = now + self._starting_wait_s - self._times.sweep_s  # the next sweep fails waiting requests
 
     def may_come(self, role: Role, now: float, *, draining: bool = False) -> bool:
         """Return whether a worker that does the work of ``role`` may join in a moment: one whose connection has broken,

@@ -19,7 +19,6 @@ from common.net.messages import Abort, Generate, Goodbye, Prefill
 from coordinator.app import drain
 from coordinator.http import sse
 from coordinator.http.middleware import error_response
-from coordinator.requests import wait_limits
 from coordinator.requests.residence import ASSUMED_S, ENOUGH
 from tests.fakes.worker import FakeWorker
 from tests.pace import scaled
@@ -43,11 +42,8 @@ async def test_a_decode_worker_alone_prefills_by_itself(model: Path) -> None:
     ("roles", "options", "role"),
     [((), {}, "decode"), (("prefill",), {}, "decode"), (("decode",), {"no_prefill_policy": "reject"}, "prefill")],
 )
-async def test_no_worker_of_a_role_is_said_at_once(
-    model: Path, roles: Any, options: Any, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 0.0)
-    async with open_cluster(model, *roles, **options) as cluster:
+async def test_no_worker_of_a_role_is_said_at_once(model: Path, roles: Any, options: Any, role: str) -> None:
+    async with open_cluster(model, *roles, starting_wait=0.0, **options) as cluster:
         started = time.monotonic()
         response, body = await cluster.post(CHAT, HELLO)
         assert response.status == 503 and time.monotonic() - started < scaled(1.0)
@@ -98,12 +94,9 @@ async def test_requests_wait_for_the_workers_of_a_coordinator_that_has_just_star
 
 
 @pytest.mark.parametrize("expected", [{}, {"decode": 2}, {"colocated": 1}])
-async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(
-    model: Path, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 1.0)
+async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(model: Path, expected: dict[str, int]) -> None:
     options = {f"expect_{role}": count for role, count in expected.items()}
-    async with open_cluster(model, max_queued_requests=1, **options) as cluster:
+    async with open_cluster(model, max_queued_requests=1, starting_wait=1.0, **options) as cluster:
         for later in (False, True):
             began = time.monotonic()
             first = asyncio.create_task(cluster.post(CHAT, HELLO))
@@ -134,9 +127,8 @@ async def test_a_client_that_hangs_up_while_it_waits_for_workers_leaves_the_queu
         assert cluster.dispatcher.admission.requests == 0
 
 
-async def test_dispatcher_does_not_wait_for_departed_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_limits, "STARTING_WAIT_S", 60.0)
-    async with open_cluster(model) as cluster:
+async def test_dispatcher_does_not_wait_for_departed_worker(model: Path) -> None:
+    async with open_cluster(model, starting_wait=60.0) as cluster:
         worker = await cluster.add("colocated", rejoins=False)
         worker.say(Goodbye(worker.hello.incarnation, "drained"))
         await until(lambda: not len(cluster.dispatcher.registry), "it has left")
