@@ -153,12 +153,13 @@ needs = $(call install,-c constraints.txt $$($(BIN)/python -c 'import sys, tomll
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again. PyPI's is built for
 # CUDA; where no NVIDIA driver is loaded, PyTorch's index has one for CPUs, a tenth as large. Triton is pinned to the version
 # that the former requires.
+TORCH ?= $(if $(wildcard /proc/driver/nvidia/version /dev/dxg),cuda,cpu)
 CPU_TORCH = $(PIP) --no-deps --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/kernels/cpu/*.c common/kernels/cpu/*.h common/kv/*.c)
 	@echo "installing the pinned dependencies (once; a minute or more, of which the C kernels take most)"
 	@$(PIP) uv -c constraints.txt || true
 	@$(call install,--no-deps -e .) & compiling=$$!; set -e; trap wait EXIT; \
-	 ls /proc/driver/nvidia/version /dev/dxg >/dev/null 2>&1 || \
+	 [ $(TORCH) = cuda ] || \
 	    $(CPU_TORCH) "$$(grep -i '^torch==' constraints.txt)+cpu" 2>/dev/null || \
 	    echo "no CPU build of torch was found: installing the one for CUDA, several gigabytes"; \
 	 $(call install,"$$(grep -i '^torch==' constraints.txt)" -c constraints.txt); \
