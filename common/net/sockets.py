@@ -446,7 +446,7 @@ class HeartbeatThread:
         """``beat`` makes a heartbeat from the number of the Ping that it answers, 0 for a regular one; ``also`` makes a
         message to follow it, or None."""
         self._dial, self._interval_s, self._beat, self._also = dial, interval_s, beat, also
-        self._stop = threading.Event()
+        self._stop, self._last = threading.Event(), threading.Event()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._late = 0.0, inf
         """Total lateness in seconds, and the time at which the next wake-up is due (inf if none is). One tuple, so that
@@ -481,13 +481,19 @@ class HeartbeatThread:
                 self._late = self.stood_still_s(), inf
                 while (ping := receive(socket, ToHeartbeatThread)) is not None:
                     asked = ping.number
-                handshakes.look()
+                reconnected = handshakes.look()
+                if self._last.is_set() and (reconnected or not handshakes.connected):
+                    self._stop.set()
 
     def stood_still_s(self) -> float:
         """Return by how many seconds in all this thread woke up too late. It does so only if the whole process was
         stopped or the machine was asleep."""
         late_s, due = self._late
         return late_s + max(0.0, time.monotonic() - due)
+
+    def end_with_connection(self) -> None:
+        """End when the connection does, instead of sending over the next one, which leads to another process."""
+        self._last.set()
 
     def stop(self) -> None:
         """Stop the thread and wait until it has ended."""

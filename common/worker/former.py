@@ -62,6 +62,8 @@ class FormerCoordinator:
         self.requests = set(requests)
         self._lease_s, self._leased_until = lease_s, channels.clock() + lease_s
         self._over = False
+        if heartbeat_thread is not None:
+            heartbeat_thread.end_with_connection()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replace what heartbeats to this coordinator report by ``snapshot``."""
