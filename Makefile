@@ -72,7 +72,8 @@ site: $(VENV)/.installed-test
 	@$(SITE)
 
 # Tests of what others read: dashboards, rules, units. `make test` runs them with all others.
-FILES := tests/unit/deploy/test_prometheus.py tests/unit/deploy/test_systemd.py tests/unit/deploy/cli/test_dashboards.py
+FILES := tests/unit/deploy/test_prometheus.py tests/unit/deploy/test_systemd.py tests/unit/deploy/cli/test_dashboards.py \
+    tests/unit/deploy/test_images.py tests/unit/deploy/test_manifests.py
 files: $(VENV)/.installed-test .cache/prometheus
 	@said=$$($(BIN)/python -m pytest -q -n0 $(FILES)) || { echo "$$said"; exit 1; }
 

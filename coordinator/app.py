@@ -53,6 +53,9 @@ LAG_EVERY_S = 0.05
 """Interval between samples of the event loop's lag. A stall is under-reported by at most this much; a shorter interval
 would wake an idle loop more often."""
 
+HANDOVER_LOOK_S = 0.1
+"""Interval at which a coordinator that is leaving looks whether its workers have moved."""
+
 
 class LauncherClient(Protocol):
     """Requests to the launcher that supervises this coordinator and the workers of the same machine."""
@@ -128,8 +131,7 @@ async def _serve(
             if on_ready is not None:
                 on_ready(url, services.dispatcher.gateway.address)
             await stop.first.wait()
-            await hand_over(services, stop.second)
-            await drain(services, stop.second)
+            await drain(services, stop.second, await hand_over(services, stop.second))
     return 0
 
 
@@ -201,30 +203,43 @@ async def create_app(config: CoordinatorConfig, scale: Scale | None = None) -> A
         yield make_app(services)
 
 
-async def hand_over(services: Services, second: asyncio.Event) -> None:
-    """Send the workers to the next coordinator, and go on serving for ``handover_time`` seconds, or until ``second`` is
-    set. Clients and load balancers learn of it: connections are closed with each answer, and /ready is 503."""
-    handover_s = services.config.handover_time
-    if not handover_s:
-        return
-    log.info("leaving: the workers are sent to the next coordinator, requests are accepted for %g s more", handover_s)
+async def hand_over(services: Services, second: asyncio.Event) -> float:
+    """Send the workers to the next coordinator, and go on serving for ``handover_time`` seconds and until they have
+    joined it, at most for half of ``drain_timeout`` more, or until ``second`` is set. Clients and load balancers learn
+    of it: connections are closed with each answer, and /ready is 503. Return the seconds that remain for a drain."""
+    config, gateway, began_s = services.config, services.dispatcher.gateway, time.monotonic()
+    if not config.handover_time:
+        return config.drain_timeout
+    text = (
+        "leaving: the workers are sent to the next coordinator, requests are accepted for %g s or until they are there"
+    )
+    log.info(text, config.handover_time)
     services.dispatcher.leaving = True
-    services.dispatcher.gateway.leave()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(second.wait(), handover_s)
+    gateway.leave()
+    elapsed_s = 0.0
+    while not second.is_set() and elapsed_s < config.handover_time + config.drain_timeout / 2:
+        if elapsed_s >= config.handover_time and gateway.handed_over:
+            break
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(second.wait(), HANDOVER_LOOK_S)
+        elapsed_s = time.monotonic() - began_s
+    if not gateway.handed_over:
+        log.warning("not all workers have joined another coordinator after %.0f s: draining all the same", elapsed_s)
+    return config.handover_time + config.drain_timeout - elapsed_s
 
 
-async def drain(services: Services, second: asyncio.Event) -> None:
+async def drain(services: Services, second: asyncio.Event, patience_s: float | None = None) -> None:
     """Refuse new requests and wait until running ones are answered to the last byte.
 
-    The wait ends after ``drain_timeout`` seconds or when ``second`` is set. Requests that still run then fail with an
-    error; a client that has not read its whole answer loses the rest.
+    The wait ends after ``patience_s`` seconds (None: ``drain_timeout``) or when ``second`` is set. Requests that still
+    run then fail with an error; a client that has not read its whole answer loses the rest.
     """
     dispatcher, answers = services.dispatcher, services.answers
     dispatcher.draining = True
     log.info("draining: %d requests are running, %d answers are open", len(dispatcher.records), answers.count)
     waits = [asyncio.ensure_future(event.wait()) for event in (answers.none, second)]
-    await asyncio.wait(waits, timeout=services.config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+    timeout_s = services.config.drain_timeout if patience_s is None else patience_s
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
     for record in list(dispatcher.records.values()):

@@ -42,8 +42,9 @@ class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOpt
     )
     handover_time: float = option(
         0.0,
-        "seconds after SIGTERM in which requests are still accepted, while workers join another coordinator that "
-        "listens at the same address; then this one drains",
+        "least number of seconds after SIGTERM in which requests are still accepted, while workers join another "
+        "coordinator that listens at the same address; until they have, half of --drain-timeout is added; then this "
+        "one drains",
         SECONDS,
         "queue",
     )

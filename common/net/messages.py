@@ -6,7 +6,7 @@ that it does not know, so every change of fields requires a higher ``PROTOCOL``.
 another version.
 
     worker ──► coordinator   Hello, Heartbeat, Gpus, Tokens, PromptLogprobs, Timing, RequestFailed, Cached, Measured,
-                             LeaseAck, Goodbye
+                             LeaseAck, Moved, Goodbye
     coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
                              ResendPrompt, Measure, Drain, Leaving
     coordinator ──► heartbeat thread   Ping
@@ -275,6 +275,12 @@ class Goodbye(Message, tag="goodbye"):
     reason: Text
 
 
+class Moved(Message, tag="moved"):
+    """To a coordinator that is leaving: another one has welcomed this worker."""
+
+    incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
+
+
 class LeaseAck(Message, tag="renewed"):
     """The answer to every Lease, in the next turn of the worker's loop. It proves that the control connection works in
     both directions; heartbeats, which have a connection of their own, do not."""
@@ -283,7 +289,18 @@ class LeaseAck(Message, tag="renewed"):
 
 
 FromWorker = (
-    Hello | Heartbeat | Gpus | Tokens | PromptLogprobs | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye
+    Hello
+    | Heartbeat
+    | Gpus
+    | Tokens
+    | PromptLogprobs
+    | Timing
+    | RequestFailed
+    | Cached
+    | Measured
+    | LeaseAck
+    | Moved
+    | Goodbye
 )
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------

@@ -14,7 +14,19 @@ import msgspec
 import zmq
 
 from common.core.errors import WireError
-from common.net.messages import Gpus, Heartbeat, Hello, Lease, Leaving, Message, NameTaken, Rejoin, ToWorker, Welcome
+from common.net.messages import (
+    Gpus,
+    Heartbeat,
+    Hello,
+    Lease,
+    Leaving,
+    Message,
+    Moved,
+    NameTaken,
+    Rejoin,
+    ToWorker,
+    Welcome,
+)
 from common.net.socket_monitor import Handshakes
 from common.net.sockets import Channels, HeartbeatThread, identity, receive, send
 from common.platform.gpu_monitor import GpuMonitor
@@ -260,6 +272,8 @@ class Membership:
             elif isinstance(message, Welcome):
                 self._welcome, self._unanswered_since, self._name_taken = message, None, ""
                 self._start_heartbeats(message.heartbeat_ms / 1000)
+                for former in self.former:
+                    former.send(Moved(self.hello.incarnation))
             elif isinstance(message, NameTaken):
                 self._welcome, self._unanswered_since, self._name_taken = None, None, message.reason
                 self._stop_heartbeats()

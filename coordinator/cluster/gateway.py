@@ -16,7 +16,7 @@ from typing import assert_never
 import zmq
 
 from common.core.errors import Damaged, StartError, WireError
-from common.core.ids import WorkerName, new_incarnation
+from common.core.ids import Incarnation, WorkerName, new_incarnation
 from common.net.hosts import bracketed
 from common.net.keys import Party
 from common.net.messages import (
@@ -30,6 +30,7 @@ from common.net.messages import (
     Leaving,
     Measured,
     Message,
+    Moved,
     PromptLogprobs,
     Rejected,
     Rejoin,
@@ -89,6 +90,8 @@ class Gateway:
         self.registry = registry
         self.incarnation = new_incarnation()
         self.ban_list = PeerBanList()
+        self._moved: set[Incarnation] = set()
+        """The workers that have joined another coordinator since this one is leaving."""
         self._complaints = Complaints()
         self._lost = LostWorkers()
         self.times_emptied = 0
@@ -154,6 +157,11 @@ class Gateway:
         self._reception.leaving = True
         for worker in list(self.registry):
             self.send(worker, Leaving())
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether every worker has joined another coordinator since :meth:`leave`."""
+        return all(worker.id in self._moved for worker in self.registry)
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -324,6 +332,7 @@ class Gateway:
         | Cached
         | Measured
         | LeaseAck
+        | Moved
         | Goodbye,
         now_s: float,
         events: GatewayEvents,
@@ -359,6 +368,8 @@ class Gateway:
                     raise WireError(str(error)) from error
             case LeaseAck():
                 self.registry.renewed(worker)
+            case Moved():
+                self._moved.add(worker.id)
             case Goodbye():
                 log.info("worker %s leaves: %s", worker.hello.name, message.reason)
                 self._remove(worker)

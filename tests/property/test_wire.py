@@ -58,6 +58,7 @@ from common.net.messages import (
     Measure,
     Measured,
     Message,
+    Moved,
     NameTaken,
     Open,
     Peer,
@@ -304,6 +305,7 @@ EXAMPLES: list[Message] = [
     Measure(_ID, 0, _PEER, 256),  # type: ignore[arg-type]
     Drain(30_000),
     Leaving(),
+    Moved(Incarnation("w")),
     Lease(bytes(20), 7),
     Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "bfloat16", "boot/ipc:net/0", "tandem-1", 1024, 16, 2),  # type: ignore[arg-type]
     Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]

@@ -23,8 +23,10 @@ TOP = sorted(ROOT.glob("*.md"))
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 OTHERS = [ROOT / "kvtransfer" / "PROTOCOL.md", ROOT / "tests" / "README.md", ROOT / "tests" / "golden" / "README.md"]
 DOCUMENTS = [*TOP, *PAGES, *OTHERS]
-OTHERS_COMMANDS = "python -m |pytest |pip |apt |git |vllm |useradd |systemctl "
-MADE_BY_THE_READER = {"cluster.key", "decode.key", "keys.txt", "before.json", "trace.csv", "run.json", "run.png"}
+OTHERS_COMMANDS = "python -m |pytest |pip |apt |git |vllm |useradd |systemctl |docker |kubectl "
+MADE_BY_THE_READER = {
+    *("cluster.key", "decode.key", "keys.txt", "api-keys.txt", "before.json", "trace.csv", "run.json", "run.png"),
+}
 
 
 def _name(document: Path) -> str:

@@ -23,6 +23,7 @@ from common.net.messages import (
     LeaseAck,
     Measured,
     Message,
+    Moved,
     Peer,
     Prefill,
     PromptLogprobs,
@@ -64,6 +65,8 @@ class Bench:
         self.measured: list[Measured] = []
         self.cached: list[Cached] = []
         self.goodbyes: list[Incarnation] = []
+        self.moved: set[bytes] = set()
+        """The sessions over which workers have said that another coordinator has welcomed them."""
         self.lease_ms, self.failure_ms = 60_000, 60_000  # so long that load is never taken for a failure
         self.lost_welcomes = self.joins = self.renewed = 0
         self.beats = 0
@@ -125,6 +128,8 @@ class Bench:
                 self.measured.append(message)
             case Cached():
                 self.cached.append(message)
+            case Moved():
+                self.moved.add(identity)
             case Goodbye():
                 self.goodbyes.append(message.incarnation)
 

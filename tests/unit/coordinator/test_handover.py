@@ -10,14 +10,14 @@ import msgspec
 import zmq
 
 from common.core.ids import WorkerName
-from common.net.messages import Cached, Leaving, ToWorker
+from common.net.messages import Cached, Leaving, Moved, ToWorker
 from common.net.sockets import connect_dealer, identity, receive, send
 from coordinator.app import hand_over
 from tests.pace import scaled
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, FakeCluster, open_cluster, until
 
 
-async def leaves(cluster: FakeCluster) -> tuple[asyncio.Task[None], asyncio.Event]:
+async def leaves(cluster: FakeCluster) -> tuple[asyncio.Task[float], asyncio.Event]:
     """Begin the hand-over; return its task, and the event that ends it early."""
     second = asyncio.Event()
     task = asyncio.create_task(hand_over(cluster.services, second))
@@ -46,16 +46,28 @@ async def test_it_serves_until_the_time_is_over_and_closes_connections(model: Pa
 async def test_without_a_time_for_it_nothing_is_handed_over(model: Path) -> None:
     async with open_cluster(model, "colocated") as cluster:
         task, _ = await leaves(cluster)
-        await task
+        assert await task == cluster.services.config.drain_timeout
         assert not cluster.workers[0].got(Leaving) and (await cluster.get("/ready"))[0].status == 200
 
 
-async def test_it_ends_by_itself(model: Path) -> None:
-    async with open_cluster(model, "colocated", handover_time=0.2) as cluster:
+async def test_it_ends_when_the_workers_have_joined_another(model: Path) -> None:
+    async with open_cluster(model, "prefill", "decode", handover_time=0.2, drain_timeout=600.0) as cluster:
         began = time.monotonic()
         task, _ = await leaves(cluster)
-        await task
-        assert 0.2 <= time.monotonic() - began < scaled(2.0)
+        cluster.workers[0].say(Moved(cluster.workers[0].hello.incarnation))
+        await asyncio.sleep(0.5)
+        assert not task.done() and (await cluster.post(CHAT, HELLO))[0].status == 200
+        cluster.workers[1].say(Moved(cluster.workers[1].hello.incarnation))
+        rest_s = await task
+        assert 599.0 - (time.monotonic() - began) < rest_s < 600.0
+
+
+async def test_it_does_not_wait_for_ever_for_the_next_one(model: Path) -> None:
+    async with open_cluster(model, "colocated", handover_time=0.1, drain_timeout=0.4) as cluster:
+        began = time.monotonic()
+        task, _ = await leaves(cluster)
+        rest_s = await task
+        assert 0.3 <= time.monotonic() - began < scaled(2.0) and 0.0 < 0.2 + rest_s < 0.5
 
 
 async def test_a_worker_that_dials_it_again_is_sent_on_and_stays_joined(model: Path) -> None:

@@ -32,6 +32,7 @@ def test_tokens_go_to_the_coordinator_whose_request_it_is(pair: Bench) -> None:
     pair.place(first, "prefill-0", "decode-1")
     pair.until(lambda: len(pair.streams[first.id, 1, 0]) > 3)
     former = {name: hand_over(pair, name) for name in pair.workers}
+    pair.until(lambda: set(former.values()) == pair.moved)
     begun_before = set(pair.begun)
     pair.place(second, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(first, second))
