@@ -272,7 +272,6 @@ def test_services_are_what_the_command_line_and_each_other_expect(made: Path, ex
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not (DEPLOY / "prometheus").is_dir(), reason="rules and boards are not in this checkout")
 def test_prometheus_and_grafana_are_given_files_that_exist(made: Path) -> None:
     compose = interpolated(DEPLOY / "compose.yaml", environment_file(made))
     mounted = {}
