@@ -168,6 +168,7 @@ class Lines:
         for text in facts.transfers():
             self.fact(f"transfer: {text}")
         self.fact(f"serving {facts.model} on {facts.url}")
+        self.fact(f"page: {facts.url}/ui")
         if facts.chat:
             self.fact(CHAT_KEYS)
             return
@@ -228,6 +229,7 @@ class Terminal:
         for text in facts.transfers():
             table.add_row("  [bold]transfer", text, "")
         table.add_row("  [bold]serving", f"[green]{facts.url}[/]", "")
+        table.add_row("  [bold]page", f"[green]{facts.url}/ui[/]", "")
         self._console.print(table)
         if facts.chat:
             self._console.print(f"\n  [dim]{CHAT_KEYS}[/]\n")

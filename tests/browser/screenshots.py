@@ -119,7 +119,7 @@ async def shots(url: str, minutes: float) -> None:
             await page.locator(".token").nth(3).hover()
             await shoot(page, "chat")
         async with open_page(url, "requests", viewport=PHONE) as page:
-            await page.locator(".mini i").nth(40).wait_for()
+            await page.locator("tr .mini .decode").nth(30).wait_for()
             await shoot(page, "phone")
 
 

@@ -12,6 +12,7 @@ const ROLES = [
   ["decode", "Decode", "takes over the KV cache, streams the rest"],
   ["colocated", "Colocated", "does both"],
 ];
+const MAX_CARDS = 100; // of a pool; those that are not ready come first if there are more
 const RANK = new Map(ROLES.map(([role], index) => [role, index]));
 
 class Tile {
@@ -33,16 +34,19 @@ class Pool {
     this.cards = new Map();
     this.summary = h("span", { class: "summary" });
     this.list = h("div", { class: "cards" });
+    this.rest = h("p", { class: "muted rest" });
     this.node = h("section", { class: `pool ${role}`, "aria-label": `${name} pool` },
       h("header", {}, h("h3", { title: what }, name), this.summary),
-      this.list);
+      this.list, this.rest);
   }
 
   update(workers) {
     const ready = workers.filter(({ state }) => state === "ready").length;
     const running = workers.reduce((sum, { row, lost }) => sum + (lost ? 0 : (row?.running ?? 0)), 0);
     setText(this.summary, workers.length ? `${ready} of ${workers.length} ready · ${many(running, "sequence")}` : "no workers");
-    keyed(this.list, this.cards, workers, ({ name }) => name, ({ name }) => new WorkerCard(name));
+    const shown = workers.length <= MAX_CARDS ? workers : [...workers].sort((a, b) => (a.state === "ready") - (b.state === "ready")).slice(0, MAX_CARDS);
+    setText(this.rest, shown.length < workers.length ? `and ${many(workers.length - shown.length, "more worker")}` : "");
+    keyed(this.list, this.cards, shown, ({ name }) => name, ({ name }) => new WorkerCard(name));
     setAttribute(this.list, "data-empty", workers.length ? null : "");
   }
 }

@@ -301,6 +301,7 @@ def test_the_first_screen_on_a_pipe_is_one_line_per_fact(caplog: pytest.LogCaptu
     assert "prefill-0: KV for 65,536 tokens in 1.5 GiB = 8 requests of 8,192 (cpu, cores 0)" in said
     assert "prefill-0: why" in said
     assert "transfer: shared memory, 5.0 GB/s, 42 µs" in said
+    assert "page: http://127.0.0.1:8000/ui" in said
     assert "try: tandem chat" in said
     assert not any("\n" in line or "KV pool" in line or "attention" in line or "packed" in line for line in said)
 
