@@ -162,7 +162,7 @@ async def running(
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     dispatcher = Dispatcher(gateway, router, admission, metrics, starting_wait_s=config.starting_wait)
     metrics.sources.request_counts = lambda: RequestCounts(
-        len(dispatcher.records) - admission.requests, admission.requests
+        len(dispatcher.records) - admission.requests, admission.requests, admission.tokens
     )
     metrics.sources.output_tokens = lambda: dispatcher.accepted_tokens
     metrics.sources.bad_messages = lambda: gateway.bad_messages

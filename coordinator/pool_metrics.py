@@ -32,10 +32,12 @@ _WORKER = ("worker", "role")
 
 
 class RequestCounts(NamedTuple):
-    """The numbers of requests on workers (``running``) and in the coordinator's queue (``waiting``)."""
+    """The numbers of requests on workers (``running``) and in the coordinator's queue (``waiting``), and the prompt
+    tokens of the latter."""
 
     running: int
     waiting: int
+    waiting_tokens: int
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Sources:
     """Functions that return the coordinator's present state. ``ready``: whether it could serve a request now.
     ``output_tokens``: how many were accepted from workers since the start."""
 
-    request_counts: Callable[[], RequestCounts] = lambda: RequestCounts(0, 0)
+    request_counts: Callable[[], RequestCounts] = lambda: RequestCounts(0, 0, 0)
     output_tokens: Callable[[], int] = lambda: 0
     ready: Callable[[], bool] = lambda: False
     bad_messages: Callable[[], int] = lambda: 0
@@ -142,6 +144,9 @@ class PoolMetrics(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests on workers.", counts.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a worker.", counts.waiting)
         yield self._counter("vllm:generation_tokens", "Output tokens generated.", sources.output_tokens())
+        yield GaugeMetricFamily(
+            "tandem_waiting_tokens", "Prompt tokens of the requests waiting for a worker.", counts.waiting_tokens
+        )
         yield GaugeMetricFamily("tandem_ready", "1 while a request could be served, as GET /ready.", sources.ready())
         yield GaugeMetricFamily(
             "tandem_open_breakers",

@@ -203,8 +203,9 @@ POOLS = Dashboard(
               [Query(f"sum by (role) ({pick('tandem_worker_running')}) / "
                      f"sum by (role) ({pick('tandem_worker_max_running')})", "{{role}}")],
               unit="percentunit", width=12, most=1),
-        Panel("Prompt tokens that wait on workers", "By role; on prefill, divided by its speed: the wait.",
-              [Query(f"sum by (role) ({pick('tandem_worker_waiting_tokens')})", "{{role}}")]),
+        Panel("Prompt tokens that wait", "In the coordinator's queue, and on workers by role.",
+              [Query(f"sum({pick('tandem_waiting_tokens')})", "queue"),
+               Query(f"sum by (role) ({pick('tandem_worker_waiting_tokens')})", "{{role}}")]),
         Panel("Sequences that wait on workers", "By role; on decode, hand-offs that wait for blocks are included.",
               [Query(f"sum by (role) ({pick('tandem_worker_waiting')})", "{{role}}")]),
         Panel("Requests waiting in the coordinator", "They have not been placed on workers.",
