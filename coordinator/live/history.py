@@ -54,7 +54,7 @@ class History:
         self._requests = self._prompt_tokens = 0
         self._first_tokens: deque[_FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)
         self._samples: deque[Counters] = deque(maxlen=int(WINDOW_S / ROW_S) + 1)
-        self._fresh: deque[Counters] = deque(maxlen=int(FRESH_S) + 1)
+        self._fresh: deque[Counters] = deque(maxlen=int(FRESH_S))
         self.rows: deque[Json] = deque(maxlen=ROWS)
         """The last five minutes, the latest row last."""
 

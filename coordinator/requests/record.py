@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 from statistics import median
 from typing import Protocol
@@ -22,8 +21,6 @@ from coordinator.routing.breakers import Pair
 from coordinator.routing.paths import Path
 from coordinator.routing.router import HORIZON_TOKENS, Chains, Demand, Placement, Promise
 
-REMEMBERED_INTERVALS = 256
-"""Last inter-token intervals of a request that are kept; its timeline shows their 99th percentile."""
 RECENT_INTERVALS = 16
 """Last intervals whose median is the request's present pace."""
 
@@ -116,7 +113,8 @@ class RequestRecord:
     """The attempt whose tokens began the answer."""
     finished_at: float | None = None
     last_token_at: list[float] = field(init=False)
-    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_INTERVALS))
+    intervals: array[float] = field(default_factory=lambda: array("f"))
+    """Seconds between tokens of a choice, in the order in which they were accepted; four bytes each."""
     asked_at: float = 0.0
     unplaceable_since: float | None = None
     """Since when none of the ready workers could hold the request, even if idle."""
@@ -157,7 +155,7 @@ class RequestRecord:
     def interval_s(self) -> float:
         """Median of the last RECENT_INTERVALS inter-token intervals of a choice, in seconds; 0 before there are two
         tokens."""
-        return median(islice(reversed(self.intervals), RECENT_INTERVALS)) if self.intervals else 0.0
+        return median(self.intervals[-RECENT_INTERVALS:]) if self.intervals else 0.0
 
     @property
     def log_fields(self) -> dict[str, str]:

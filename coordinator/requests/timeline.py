@@ -15,7 +15,6 @@ import itertools
 import logging
 import re
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -32,6 +31,8 @@ log = logging.getLogger("tandem.timeline")
 
 MAX_ENDED = 512
 """Ended requests that are remembered."""
+MAX_INTERVALS = 4096
+"""Intervals between tokens that are kept of an ended request."""
 MAX_ATTEMPTS, MAX_WAITS, MAX_STALLS = 16, 16, 64
 """Most attempts, waits of one attempt, and stalls of one request that are remembered; the middle attempts, and later
 waits and stalls, are left out."""
@@ -41,7 +42,9 @@ intervals, once there are STALL_AFTER intervals."""
 BEHIND_OTHERS = "requests ahead of it wait"
 _NO_ID = RequestId(b"")
 _NUMBERS = re.compile(r"\d+")
-_KEPT = ("queue_ms", "prefill_ms", "cached_tokens", "transfer_ms", "transfer_exposed_ms", "kv_bytes", "decode_wait_ms")
+_KEPT = frozenset(
+    ("queue_ms", "prefill_ms", "cached_tokens", "transfer_ms", "transfer_exposed_ms", "kv_bytes", "decode_wait_ms")
+)
 """The values of workers' Timing messages that are kept."""
 
 Event = Literal["start", "placed", "first_token", "retried", "resumed", "end", "late"]
@@ -94,8 +97,8 @@ class TimedRequest(Protocol):
         """When the last token of each choice was accepted; 0 before."""
 
     @property
-    def intervals(self) -> deque[float]:
-        """The last intervals between two tokens of a choice, in seconds."""
+    def intervals(self) -> Sequence[float]:
+        """The intervals between two tokens of a choice, in seconds."""
 
     @property
     def prompt_length(self) -> int:
@@ -147,10 +150,10 @@ class Attempt:
     tokens_end: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Facts:
-    """What is known of a request as a whole. ``finish``: None for a choice that runs. ``intervals``: the last intervals
-    between tokens, in seconds; ``last_token_at`` is 0 before the first token."""
+    """What is known of a request as a whole. ``finish``: None for a choice that runs. ``intervals``: those between
+    tokens of a choice in seconds; ``last_token_at`` is 0 before the first token."""
 
     state: State
     path: str
@@ -293,7 +296,9 @@ class Timeline:
         attempt = next((each for each in reversed(self.attempts) if each.number == number), None)
         if attempt is None:
             return
-        attempt.timings.update((name, values[name]) for name in _KEPT if name in values)
+        for name, value in values.items():
+            if name in _KEPT:
+                attempt.timings[name] = value
         attempt.link, attempt.chunks = link or attempt.link, chunks or attempt.chunks
         if self.over:
             self._changed("late")
@@ -331,13 +336,10 @@ class Timeline:
 
     def end(self, now: float) -> None:
         """Note the end of the request, whose record is in its last state, and let go of the record."""
-        if self._record is not None and self._facts is None:
+        if self._record is not None:
             facts = self.facts()
-            self._facts = Facts(
-                facts.state, facts.path, facts.prompt_tokens, facts.output_tokens, facts.choices, facts.finish,
-                facts.first_token_at, facts.last_token_at, array("f", facts.intervals), now,
-            )  # fmt: skip
-            self._record = None
+            facts.finished_at, facts.intervals = now, _kept(facts.intervals)
+            self._facts, self._record = facts, None
             self._changed("end")
 
     def _changed(self, event: Event) -> None:
@@ -392,6 +394,16 @@ class Timelines:
                 listener(timeline, event)
             except Exception:  # what only watches must not end what it watches
                 log.exception("a listener of requests failed")
+
+
+def _kept(intervals: Sequence[float]) -> Sequence[float]:
+    """Return what is kept of the intervals between the tokens of an ended request: all, or so many of them in order of
+    size that percentiles and the maximum stay the same."""
+    if len(intervals) <= MAX_INTERVALS:
+        return intervals
+    ordered = sorted(intervals)
+    last = len(ordered) - 1
+    return array("f", (ordered[last * place // (MAX_INTERVALS - 1)] for place in range(MAX_INTERVALS)))
 
 
 def _place(timeline: Timeline) -> int:

@@ -55,7 +55,7 @@ def shown(timeline: Timeline, *, spans: bool = True) -> Json:
         "migrations": timeline.migrations,
         "ttft_ms": _since(timeline, facts.first_token_at),
         "total_ms": _since(timeline, facts.finished_at),
-        "itl_ms": _intervals(facts, timeline.stalls),
+        "itl_ms": _intervals(facts),
     }
     if spans:
         found = spans_of(timeline)
@@ -189,7 +189,7 @@ def _transfer(attempt: Attempt, placed_at: float, until: float | None, facts: Fa
     """Return the hand-off of an attempt; None if it has none, or if nothing is known of it yet.
 
     It ends when decode has the KV. What of it comes after the first token is exposed; ``wait_ms`` is the part of that
-    in which nothing was sent, because decode had no blocks yet. Prefill reports the duration later; until then the
+    before decode granted blocks, in which nothing could be sent. Prefill reports the duration later; until then the
     hand-off seems to begin with the first token."""
     first, timings, landed = attempt.first_token_at, attempt.timings, attempt.landed_at
     if attempt.path != "disagg" or first is None:
@@ -242,18 +242,17 @@ def cached_tokens(timeline: Timeline) -> int:
     return 0
 
 
-def _intervals(facts: Facts, stalls: Sequence[tuple[float, float]]) -> Json | None:
-    """Return the mean of all intervals between tokens of a choice, and the 99th percentile and the maximum of the last
-    ones (of all, where they are stalls), in milliseconds; None before there is one."""
+def _intervals(facts: Facts) -> Json | None:
+    """Return the mean, the 99th percentile and the maximum of the intervals between tokens of a choice, in
+    milliseconds; None before there is one."""
     later = facts.output_tokens - facts.choices
     if later <= 0 or facts.first_token_at is None or not facts.intervals:
         return None
     ordered = sorted(facts.intervals)
-    longest_s = max(ordered[-1], max((end - start for start, end in stalls), default=0.0))
     return {
         "mean": _rounded((facts.last_token_at - facts.first_token_at) * facts.choices / later * 1000),
         "p99": _rounded(ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1000),
-        "max": _rounded(longest_s * 1000),
+        "max": _rounded(ordered[-1] * 1000),
     }
 
 

@@ -114,8 +114,7 @@ class Workers(Answer):
 
 
 class BetweenTokens(Answer):
-    """The intervals between two tokens of a choice in milliseconds: the mean of all; of the last 256, the 99th
-    percentile and the longest, where stalls count at any time."""
+    """The intervals between two tokens of a choice in milliseconds: their mean, 99th percentile and maximum."""
 
     mean: float
     p99: float

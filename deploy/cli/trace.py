@@ -130,7 +130,9 @@ def _head(request: Json) -> Iterator[str]:
     if request["total_ms"] is not None:
         parts.append(f"total {_ms(request['total_ms'])}")
     if (between := request["itl_ms"]) is not None:
-        parts.append(f"between tokens {_ms(between['mean'])}, p99 {_ms(between['p99'])}, longest {_ms(between['max'])}")
+        parts.append(
+            f"between tokens mean {_ms(between['mean'])}, p99 {_ms(between['p99'])}, longest {_ms(between['max'])}"
+        )
     yield "; ".join(parts)
     for name, one, many in (("retries", "retry", "retries"), ("migrations", "migration", "migrations")):
         if request[name]:
@@ -181,7 +183,7 @@ def _detail(span: Json, signs: Signs) -> str:
             parts += [f"{detail['bytes'] / 1e6:,.3g} MB"] if detail["bytes"] is not None else []
             parts += [f"hidden {_ms(detail['hidden_ms'])}"] if detail["hidden_ms"] is not None else []
             parts += [f"exposed {_ms(detail['exposed_ms'])}"] if detail["exposed_ms"] is not None else []
-            parts += [f"of which {_ms(detail['wait_ms'])} without blocks on decode"] if detail["wait_ms"] else []
+            parts += [f"of which {_ms(detail['wait_ms'])} until decode granted blocks"] if detail["wait_ms"] else []
             return ", ".join(parts)
         case "decode":
             waited = f", waited {_ms(detail['wait_ms'])}" if detail["wait_ms"] else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from coordinator.requests.state import State
 from coordinator.requests.timeline import (
     BEHIND_OTHERS,
     MAX_ATTEMPTS,
+    MAX_INTERVALS,
     MAX_STALLS,
     MAX_WAITS,
     STALL_S,
@@ -37,7 +38,7 @@ class FakeRecord:
     tokenized_at: float = 100.002
     first_token_at: float | None = None
     last_token_at: list[float] = field(default_factory=lambda: [0.0])
-    intervals: deque[float] = field(default_factory=deque)
+    intervals: array[float] = field(default_factory=lambda: array("f"))
     prompt_length: int = 512
     output_length: int = 0
     path: str = "disagg"
@@ -336,6 +337,17 @@ def test_intervals_are_summed_up() -> None:
     story.record.intervals.extend([0.01] * 98 + [0.02, 0.05])
     story.tokens(100, 1120)
     assert story.end(1120)["itl_ms"] == {"mean": 11.0, "p99": 50.0, "max": 50.0}
+
+
+def test_of_very_many_intervals_the_percentiles_are_kept() -> None:
+    story = Story()
+    story.place(5)
+    story.first_token(20)
+    story.record.intervals.extend(number / 1e6 for number in range(100_000))
+    story.tokens(100_000, 1e6)
+    found = story.end(1e6)["itl_ms"]
+    assert len(story.timeline.facts().intervals) == MAX_INTERVALS
+    assert found["p99"] == pytest.approx(99.0, rel=0.01) and found["max"] == pytest.approx(99.999)
 
 
 def test_what_a_timeline_keeps_is_bounded() -> None:
