@@ -61,7 +61,7 @@ class ActiveRequests:
         self.records[record.id] = record
         record.timer = self._loop.call_later(record.deadline_at - now, self._expire, record)
         self._queue.push(record)
-        self.timelines.open(record.timeline, record)
+        self.timelines.open(record.timeline, record, now)
 
     def leave_queue(self, record: RequestRecord, *, placed: bool) -> None:
         """Note that a queued request waits no longer, because it is placed or has ended."""

@@ -62,7 +62,7 @@ class Recovery:
         if progress.retry(on_trial=record.pending_crash_verdict is not None, free=free) == "spent":
             self._active.fail(record, given_up())
             return
-        record.timeline.lose(self._clock(), worker.hello.name, why, record.output_length, migrates=migrates)
+        record.timeline.lose(self._clock(), worker.hello.name, why, migrates=migrates)
         self._assignments.abort(workers, Abort(record.id, attempt))
         self._assignments.release(record)
         self._metrics.set_back(migration=migrates)

@@ -125,12 +125,15 @@ class Wait:
 class Attempt:
     """One attempt to serve a request, from its place in the queue to its loss or the end of the request.
 
-    ``prefill`` and ``decode`` are names of workers; without a hand-off both are the same. ``landed_at``: when decode
-    had the KV. ``tokens_first`` and ``tokens_end``: output tokens of the request just after this attempt's first
-    tokens, and at its loss. ``migrates``: whether output had been accepted when it was lost."""
+    ``queued_at``: when the span of the queue begins, for the first attempt once the prompt is tokenized;
+    ``entered_at``: when the request is in the queue. ``prefill`` and ``decode`` are names of workers; without a
+    hand-off both are the same. ``landed_at``: when decode had the KV. ``tokens_first``, ``tokens_end``: output tokens
+    of the request just after this attempt's first tokens, and at its loss. ``migrates``: whether output had been
+    accepted when it was lost; ``last_token_at`` is then the time of the last token."""
 
     number: int
     queued_at: float
+    entered_at: float
     waits: list[Wait] = field(default_factory=list)
     placed_at: float | None = None
     path: str = ""
@@ -147,6 +150,7 @@ class Attempt:
     lost_from: str = ""
     lost_why: str = ""
     migrates: bool = False
+    last_token_at: float = 0.0
     tokens_end: int = 0
 
 
@@ -201,12 +205,12 @@ class Timeline:
     """What is kept of an ended request."""
     _notify: Callable[[Timeline, Event], None] | None = None
 
-    def open(self, record: TimedRequest, notify: Callable[[Timeline, Event], None] | None = None) -> None:
-        """Begin with ``record``, which has just been queued. ``notify`` is called after each event that listeners
+    def open(self, record: TimedRequest, now: float, notify: Callable[[Timeline, Event], None] | None = None) -> None:
+        """Begin with ``record``, which is queued at ``now``. ``notify`` is called after each event that listeners
         see."""
         self._record, self._notify, self.internal_id = record, notify, record.id
         self.arrived_at, self.tokenized_at = record.arrived_at, record.tokenized_at
-        self.attempts = [Attempt(0, record.tokenized_at)]
+        self.attempts = [Attempt(0, record.tokenized_at, now)]
         self._changed("start")
 
     @property
@@ -317,21 +321,22 @@ class Timeline:
         elif len(self.stalls) < MAX_STALLS:
             self.stalls.append((start, end))
 
-    def lose(self, now: float, worker: str, why: str, output_length: int, *, migrates: bool) -> None:
+    def lose(self, now: float, worker: str, why: str, *, migrates: bool) -> None:
         """Note that the current attempt is lost with ``worker`` because of ``why``, and that the request is queued
         again. ``migrates``: it has output already."""
-        if not self.attempts:
+        if not self.attempts or self._record is None:
             return
         attempt = self.attempts[-1]
         attempt.lost_at, attempt.lost_from, attempt.lost_why = now, worker, why
-        attempt.tokens_end, attempt.migrates = output_length, migrates
+        attempt.tokens_end, attempt.migrates = self._record.output_length, migrates
+        attempt.last_token_at = max(self._record.last_token_at)
         if migrates:
             self.migrations += 1
         else:
             self.retries += 1
         if len(self.attempts) >= MAX_ATTEMPTS:
             del self.attempts[1]
-        self.attempts.append(Attempt(attempt.number + 1, now))
+        self.attempts.append(Attempt(attempt.number + 1, now, now))
         self._changed("retried")
 
     def end(self, now: float) -> None:
@@ -358,10 +363,10 @@ class Timelines:
         self._running: dict[RequestId, Timeline] = {}
         self._ended: dict[RequestId, Timeline] = {}
 
-    def open(self, timeline: Timeline, record: TimedRequest) -> None:
-        """Begin the timeline of ``record``, which has just been queued."""
+    def open(self, timeline: Timeline, record: TimedRequest, now: float) -> None:
+        """Begin the timeline of ``record``, which is queued at ``now``."""
         self._running[record.id] = timeline
-        timeline.open(record, self._notify)
+        timeline.open(record, now, self._notify)
 
     def end(self, timeline: Timeline, now: float) -> None:
         """Note the end of a request, and forget the one that ended first if there are too many."""

@@ -3,8 +3,8 @@
 Pure. The top-level spans, without ``transfer``, ``stall`` and ``place``, follow each other without a gap, but for the
 part of a hand-off that computation does not hide, which lies between ``prefill`` and ``decode``. So the times of a
 request add up: tokenize + queue + prefill is the time to first token; with the exposed transfer and ``decode`` it is
-the total. After a loss the time is in ``retry`` or ``migration``, which lasts to the first token of the next attempt
-and has that attempt's queue, place and prefill as children.
+the total. After a loss the time is in ``retry``, or in ``migration`` if there is output, until the first token of the
+next attempt, and has that attempt's queue, place and prefill as children.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 from coordinator.requests.spec import Json
 from coordinator.requests.timeline import BEHIND_OTHERS, Attempt, Facts, Timeline
 
-QUICK_S = 0.001
+QUICK_S = 0.005
 """A stay in the queue of at most this long needs no reason."""
 
 
@@ -88,24 +88,36 @@ def spans_of(timeline: Timeline) -> list[Span]:
         if attempt.placed_at is not None:
             found += _placed(attempt, attempt.placed_at, until, facts, parent, timeline.stalls)
         if attempt.lost_at is not None:
-            parent = Span(
-                "migration" if attempt.migrates else "retry",
-                attempt.lost_at,
-                _resumed(later, facts),
-                later.number if later is not None else attempt.number + 1,
-                detail={"from": attempt.lost_from, "why": attempt.lost_why},
-            )
+            parent = _gap(attempt, attempt.lost_at, later, facts)
             found.append(parent)
     return sorted(found, key=lambda span: span.start)  # stable: a parent was found before its children
 
 
-def _resumed(later: Attempt | None, facts: Facts) -> float | None:
-    """Return when the attempt after a loss had its first tokens, or was lost too, or the request ended."""
+def _gap(attempt: Attempt, lost_at: float, later: Attempt | None, facts: Facts) -> Span:
+    """Return the time from the loss of an attempt to the first tokens of the next, which was lost before that, or with
+    which the request ended. The loss of a worker that decodes may be noticed late, so the gap begins with its last
+    token; ``silent_ms`` is the time until the loss was noticed."""
+    start = _stopped(attempt, lost_at)
     if later is None:
-        return facts.finished_at
-    if later.first_token_at is not None:
-        return later.first_token_at
-    return facts.finished_at if later.lost_at is None else later.lost_at
+        end = facts.finished_at
+    elif later.first_token_at is not None:
+        end = later.first_token_at
+    else:
+        end = facts.finished_at if later.lost_at is None else later.lost_at
+    detail: Json = {
+        "from": attempt.lost_from,
+        "why": attempt.lost_why,
+        "silent_ms": _rounded((lost_at - start) * 1000),
+    }
+    name = "migration" if attempt.migrates else "retry"
+    return Span(name, start, end, attempt.number + 1, detail=detail)
+
+
+def _stopped(attempt: Attempt, lost_at: float) -> float:
+    """Return when the output of a lost attempt stopped: with its last token if it was decoding, else when it was
+    lost."""
+    began = attempt.first_token_at if attempt.path != "disagg" else attempt.landed_at
+    return lost_at if began is None or attempt.first_token_at is None else max(began, attempt.last_token_at)
 
 
 def _queue(attempt: Attempt, until: float | None, parent: Span | None) -> list[Span]:
@@ -113,9 +125,9 @@ def _queue(attempt: Attempt, until: float | None, parent: Span | None) -> list[S
     end = until if attempt.placed_at is None else attempt.placed_at
     starts = [(wait.at, wait.why) for wait in attempt.waits]
     if not starts:
-        quick = end is not None and end - attempt.queued_at <= QUICK_S
+        quick = end is not None and end - attempt.entered_at <= QUICK_S
         starts = [(attempt.queued_at, "" if quick else BEHIND_OTHERS)]
-    elif starts[0][0] - attempt.queued_at > QUICK_S:
+    elif starts[0][0] - attempt.entered_at > QUICK_S:
         starts.insert(0, (attempt.queued_at, BEHIND_OTHERS))
     else:
         starts[0] = attempt.queued_at, starts[0][1]
@@ -230,6 +242,8 @@ def _decode(attempt: Attempt, start: float | None, until: float | None, facts: F
         return None
     if not tokens and until is not None and attempt.landed_at is None:
         return None
+    if attempt.lost_at is not None:
+        until = _stopped(attempt, attempt.lost_at)
     detail: Json = {"wait_ms": _rounded(attempt.timings.get("decode_wait_ms")), "tokens": tokens}
     return Span("decode", max(first, start), until, attempt.number, attempt.decode, detail=detail)
 

@@ -189,7 +189,8 @@ def _detail(span: Json, signs: Signs) -> str:
             waited = f", waited {_ms(detail['wait_ms'])}" if detail["wait_ms"] else ""
             return f"{detail['tokens']} tokens{waited}"
         case "retry" | "migration":
-            return f"lost {detail['from']}: {detail['why']}"
+            noticed = f", noticed after {_ms(detail['silent_ms'])}" if detail["silent_ms"] else ""
+            return f"lost {detail['from']}: {detail['why']}{noticed}"
         case _:
             return ""
 

@@ -66,7 +66,7 @@ class Story:
         self.timelines = Timelines()
         self.events: list[Event] = []
         self.timelines.listeners.append(lambda timeline, event: self.events.append(event))
-        self.timelines.open(self.timeline, self.record)
+        self.timelines.open(self.timeline, self.record, self.record.tokenized_at)
 
     @staticmethod
     def at(ms: float) -> float:
@@ -92,8 +92,7 @@ class Story:
 
     def lose(self, ms: float, worker: str, why: str = "it died") -> None:
         self.record.state = State.QUEUED
-        output = self.record.output_length
-        self.timeline.lose(self.at(ms), worker, why, output, migrates=output > 0)
+        self.timeline.lose(self.at(ms), worker, why, migrates=self.record.output_length > 0)
 
     def end(self, ms: float, state: State = State.DONE) -> dict[str, Any]:
         self.record.state, self.record.finish = state, [FinishReason.LENGTH]
@@ -192,8 +191,8 @@ def test_a_migration_shows_both_workers_and_the_gap() -> None:
     assert [span["worker"] for span in spans(request, "decode")] == ["decode-0", "decode-1"]
     assert [span["detail"]["tokens"] for span in spans(request, "decode")] == [10, 5]
     gap = one(request, "migration")
-    assert (gap["start_ms"], gap["end_ms"], gap["attempt"]) == (150.0, 200.0, 1)
-    assert gap["detail"] == {"from": "decode-0", "why": "its connection broke"}
+    assert (gap["start_ms"], gap["end_ms"], gap["attempt"]) == (100.0, 200.0, 1), "from token to token"
+    assert gap["detail"] == {"from": "decode-0", "why": "its connection broke", "silent_ms": 50.0}
     inside = [span["name"] for span in request["spans"] if span["parent"] == request["spans"].index(gap)]
     assert inside == ["queue", "place", "prefill"]
     assert [span["detail"].get("why") for span in spans(request, "queue")][1:] == [
@@ -236,10 +235,11 @@ def test_a_request_that_never_finds_a_worker() -> None:
     ]
 
 
-def test_a_quick_placement_needs_no_reason() -> None:
+@pytest.mark.parametrize(("ms", "detail"), [(6.5, {}), (8.0, {"why": BEHIND_OTHERS})])
+def test_a_quick_placement_needs_no_reason(ms: float, detail: dict[str, str]) -> None:
     story = Story()
-    story.place(2.5)
-    assert one(shown(story.timeline), "queue")["detail"] == {}
+    story.place(ms)
+    assert one(shown(story.timeline), "queue")["detail"] == detail
 
 
 def test_the_first_token_may_end_a_request() -> None:
@@ -381,7 +381,7 @@ def test_the_last_ended_requests_are_found_by_any_of_their_ids() -> None:
     for number in range(6):
         record = FakeRecord(id=RequestId(bytes([number]) * 16), arrived_at=100.0 + number)
         timeline = Timeline(id=f"chatcmpl-{number}", request_id="same" if number > 3 else f"req-{number}")
-        timelines.open(timeline, record)
+        timelines.open(timeline, record, 200.0)
         made.append(timeline)
     for timeline in made[:5]:
         timelines.end(timeline, 200.0)
@@ -396,7 +396,7 @@ def test_the_first_of_several_prompts_is_found_by_the_request_id() -> None:
     timelines = Timelines()
     for number in range(3):
         id = f"cmpl-7.{number}" if number else "cmpl-7"
-        timelines.open(Timeline(id=id, request_id="mine"), FakeRecord(id=RequestId(bytes([number]) * 16)))
+        timelines.open(Timeline(id=id, request_id="mine"), FakeRecord(id=RequestId(bytes([number]) * 16)), 200.0)
     found = timelines.find("mine")
     assert found is not None and found.id == "cmpl-7"
 
@@ -408,5 +408,5 @@ def test_a_listener_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture)
         raise ValueError("broken")
 
     timelines.listeners += [fail, lambda timeline, event: seen.append(event)]
-    timelines.open(Timeline(), FakeRecord())
+    timelines.open(Timeline(), FakeRecord(), 200.0)
     assert seen == ["start"] and "a listener of requests failed" in caplog.text

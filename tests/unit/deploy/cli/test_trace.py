@@ -49,7 +49,7 @@ REQUEST: dict[str, Any] = {
         ),
         span("decode", 25.0, 50.0, "decode-0", wait_ms=1.0, tokens=4),
         span("stall", 30.0, 40.0, "decode-0", 7, gap_ms=10.0),
-        span("migration", 50.0, 70.0, **{"from": "decode-0"}, why="its connection broke"),
+        span("migration", 50.0, 70.0, **{"from": "decode-0"}, why="its connection broke", silent_ms=4.0),
         span("queue", 50.0, 55.0, parent=9),
         span("prefill", 55.0, 70.0, "decode-1", 9, queue_ms=None, compute_ms=None, cached_tokens=0, chunks=0),
         span("decode", 70.0, 100.0, "decode-1", wait_ms=None, tokens=5),
@@ -76,7 +76,10 @@ def test_a_waterfall_has_a_bar_for_each_span() -> None:
     assert bars["  chunks"] == " " * 6 + "##" + " " + "###" + " " * 48
     assert bars["decode    decode-1"] == " " * 42 + "#" * 18
     assert bars["place"].strip() == "|"
-    assert "no decode worker is ready" in rows["queue"] and "lost decode-0: its connection broke" in rows["migration"]
+    assert (
+        "no decode worker is ready" in rows["queue"]
+        and "lost decode-0: its connection broke, noticed after 4.0 ms" in rows["migration"]
+    )
     assert (
         "24 tokens in 4 steps" in rows["  chunks"] and "1 gap between tokens, the longest 10.0 ms" in rows["  stalls"]
     )
