@@ -23,7 +23,8 @@ routes = web.RouteTableDef()
 MAX_WORKERS = 4096
 MAX_NAME = 256
 MAX_DRAIN_S = 86_400.0
-DEFAULT_REQUESTS = 50
+DEFAULT_REQUESTS, MAX_REQUESTS = 50, 200
+"""Requests in one list. Each takes about 20 µs of the event loop."""
 
 
 @routes.get("/admin/workers")
@@ -74,8 +75,8 @@ async def scale(request: web.Request) -> web.Response:
 async def requests(request: web.Request) -> web.StreamResponse:
     """List the last requests, the latest first: at most ``limit`` (default 50), those that have not ended included."""
     given = request.query.get("limit", str(DEFAULT_REQUESTS))
-    if not (given.isascii() and given.isdigit() and len(given) < 5 and 1 <= int(given) <= MAX_ENDED):
-        refuse(f"'limit' must be an integer from 1 to {MAX_ENDED}.", "limit")
+    if not (given.isascii() and given.isdigit() and len(given) < 5 and 1 <= int(given) <= MAX_REQUESTS):
+        refuse(f"'limit' must be an integer from 1 to {MAX_REQUESTS}.", "limit")
     found = request.app[SERVICES].dispatcher.timelines.recent(int(given))
     body: Json = {"requests": [shown(timeline, spans=False) for timeline in found]}
     return await deliver_whole(request, json_response(body))

@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 
 from common.core.request import MAX_TOKENS
+from coordinator.http.admin import MAX_REQUESTS
 from coordinator.requests.spec import Json
-from coordinator.requests.timeline import MAX_ENDED
 from deploy.cli import answer_types, other_api_types, page_types
 from deploy.cli.request_shapes import shape_of
 
@@ -70,7 +70,7 @@ _TEXTS = {
 """Media types of successful answers that are no JSON."""
 _QUERIES: dict[str, list[Json]] = {
     "GET /admin/requests": [
-        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_ENDED}}
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS}}
     ]
 }
 """The parameters in the query of a URL."""

@@ -214,13 +214,13 @@ def _bar(spans: Sequence[Json], most_ms: float, width: int, signs: Signs) -> str
         start_ms = span["start_ms"]
         end_ms = most_ms if span["end_ms"] is None else span["end_ms"]
         first = min(width - 1, max(0, int(start_ms / most_ms * width)))
-        last = min(width, max(first, round(end_ms / most_ms * width)))
+        last = min(width, max(first, int(end_ms / most_ms * width)))
         if last == first:
             if cells[first] == " ":
                 cells[first] = signs.moment
             continue
         hidden_ms = span["detail"].get("hidden_ms") or 0.0
-        turns = round((start_ms + hidden_ms) / most_ms * width)
+        turns = int((start_ms + hidden_ms) / most_ms * width)
         for place in range(first, last):
             cells[place] = signs.hidden if hidden_ms and place < turns else signs.full
     return "".join(cells)

@@ -523,7 +523,7 @@ def _others() -> Iterator[Call]:
         for method in METHODS if path in ("/", CHAT, "/v1/models", "/health", "/admin/drain") else ("GET", "POST"):
             body = b"{}" if method in ("POST", "PUT", "PATCH") else None
             yield Call(f"{method} {shown}", "colocated", method, path, {}, body)
-    for query in ("", "?limit=1", "?limit=0", "?limit=513", "?limit=x", "?limit="):
+    for query in ("", "?limit=1", "?limit=0", "?limit=201", "?limit=x", "?limit="):
         yield Call(f"GET /admin/requests{query}", "empty", "GET", f"/admin/requests{query}", {}, None)
     yield Call("GET /admin/requests/nothing", "empty", "GET", "/admin/requests/nothing", {}, None)
     for server in ("ended feed", "full feed"):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.net.messages import Drain, Goodbye, PromptChunk, Timing
+from coordinator.http.admin import MAX_REQUESTS
 from coordinator.live import feed as feeds
-from coordinator.requests.timeline import MAX_ENDED
 from tests.leaked_keys import register
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until
 
@@ -115,7 +115,7 @@ async def test_requests_are_listed_the_latest_first(cluster: FakeCluster) -> Non
     assert [each["request_id"] for each in body["requests"]] == ["r3", "r2", "r1"]
     assert "spans" not in body["requests"][0]
     assert len((await cluster.get("/admin/requests"))[1]["requests"]) == 4
-    for wrong in ("0", "-1", "x", str(MAX_ENDED + 1), "9" * 9, "²"):
+    for wrong in ("0", "-1", "x", str(MAX_REQUESTS + 1), "9" * 9, "²"):
         response, body = await cluster.get(f"/admin/requests?limit={wrong}")
         assert response.status == 400 and body["error"]["param"] == "limit"
     response, body = await cluster.get("/admin/requests/nothing")
