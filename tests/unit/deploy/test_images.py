@@ -292,7 +292,8 @@ def test_prometheus_and_grafana_are_given_files_that_exist(made: Path) -> None:
     assert job["authorization"]["credentials_file"] == "/run/secrets/prometheus.key"
     assert "prometheus.key" in compose["services"]["prometheus"]["secrets"]
     provisioning = mounted["/etc/grafana/provisioning"]
-    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
-    assert source["url"] == "http://prometheus:9090"
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "tandem.yaml").read_text())["providers"]
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    variables = compose["services"]["grafana"]["environment"]
+    assert source["url"] == "${PROMETHEUS_URL}" and variables["PROMETHEUS_URL"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "tandem.yml").read_text())["providers"]
     assert provider["options"]["path"] in mounted and list(mounted[provider["options"]["path"]].glob("*.json"))
