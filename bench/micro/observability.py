@@ -1,10 +1,12 @@
 """``tandem bench observability``: CPU time per token that tracing, the live page and access lines add to a coordinator.
 
 The coordinator runs in a process of its own between a client and mock workers that compute nothing
-(:mod:`bench.goals.mocks`). In each round every setting is measured once, with a new coordinator: streams that begin
-together, and the CPU time of its process over all of their tokens. Traces go to a receiver in another process, which
-decodes nothing; each request is traced, and that all traces arrived is checked. Access lines go to a file. The page is
-its stream of events, read by one client.
+(:mod:`bench.goals.mocks`). It is started once, with everything configured, since two processes differ by more than what
+is measured. In each round every setting is measured once: streams that begin together, and the CPU time of the process
+until SETTLE_S after their end, per token of theirs. Without traces, the client's ``traceparent`` says that they are not
+sampled; without access lines, their logger is switched off; the page is its stream of events, read by one client.
+
+Traces go to a receiver in another process, and that it has all of them at the end is checked. Log lines go to a file.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import logging
+import multiprocessing
+import socket
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,8 @@ from rich.console import Console
 from bench.goals.coordinator import Children, coordinating
 from bench.goals.field import whole
 from bench.load import results
-from bench.load.processes import cpu_seconds, die_with_parent
+from bench.load.client import Target
+from bench.load.processes import die_with_parent
 from bench.load.run import run_now
 from bench.load.tokens import FileTokenizer, ordinary_ids
 from bench.load.workloads import PlannedRequest, random_asks
@@ -42,11 +47,11 @@ from common.core.errors import StartError
 from common.net.http_client import HttpClient
 
 PLAIN = "plain"
-SETTLE_S = 3.0
-"""Longest wait for the last traces."""
-EVENTS = "/admin/events"
-WARM = (8, 16)
-"""Requests and output tokens before the measurement."""
+SETTLE_S = 2.0
+"""Time after the last token that is measured too, with every setting: the last traces are sent in it."""
+EVENTS, COUNT = "/admin/events", "/count"
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
+"""The ``traceparent`` of all requests, without its flags."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,20 @@ SETTINGS = {
 }
 
 
-def _coordinate(model: str, options: Mapping[str, Any], log: str, pipe: Connection) -> None:
+def _coordinate(model: str, options: Mapping[str, Any], log: str, switch: Connection, pipe: Connection) -> None:
+    """Run a coordinator. Whether it logs access lines is what ``switch`` has received last."""
     from common.platform.log import setup_logging
     from coordinator.app import run
 
     die_with_parent()
+    access = logging.getLogger("tandem.access")
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                access.disabled = not switch.recv()
+
+    threading.Thread(target=listen, daemon=True).start()
     config = CoordinatorConfig(model=model, port=0, control_port=0, expect_prefill=1, expect_decode=1, **options)
     with open(log, "w", encoding="utf-8") as stream:
         setup_logging("info", "json", "coordinator", stream)
@@ -79,16 +93,28 @@ def _coordinate(model: str, options: Mapping[str, Any], log: str, pipe: Connecti
 
 
 def _receive(pipe: Connection) -> None:
-    """Answer every export with success; send the URL through ``pipe``."""
+    """Answer every export with success, and COUNT with the number of server spans so far; send the URL through
+    ``pipe``."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
     die_with_parent()
+    count = 0
 
     async def export(request: web.Request) -> web.Response:
-        await request.read()
+        nonlocal count
+        message = ExportTraceServiceRequest.FromString(await request.read())
+        scopes = (scope for each in message.resource_spans for scope in each.scope_spans)
+        count += sum(span.kind == Span.SPAN_KIND_SERVER for scope in scopes for span in scope.spans)
         return web.Response(content_type="application/x-protobuf")
+
+    async def tell(_: web.Request) -> web.Response:
+        return web.json_response(count)
 
     async def serve() -> None:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/v1/traces", export)
+        app.router.add_get(COUNT, tell)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -120,58 +146,75 @@ def watched(url: str) -> Iterator[None]:
         yield
     finally:
         if connection.sock is not None:
-            connection.sock.shutdown(2)
+            connection.sock.shutdown(socket.SHUT_RDWR)
         thread.join(5)
         response.close()
         connection.close()
 
 
-def measure(model: str, setting: Setting, asks: Sequence[PlannedRequest], warm: Sequence[PlannedRequest]) -> float:
-    """Return the CPU microseconds of the coordinator per output token of ``asks``, which are sent together. ``warm``
-    are sent before. Raises StartError if a request fails, or its trace does not arrive."""
-    children, console = Children(), Console(stderr=True, highlight=False)
+@dataclass
+class Observed:
+    """A running coordinator. ``switch`` turns its access lines on and off; ``receiver`` is the URL of what gets its
+    traces."""
+
+    target: Target
+    pid: int
+    switch: Connection
+    receiver: str
+    traced: int = 0
+    """Requests whose trace must arrive."""
+
+    def us_per_token(self, setting: Setting, asks: Sequence[PlannedRequest]) -> float:
+        """Return the CPU microseconds of the coordinator per output token of ``asks``, which are sent together. Raises
+        StartError if one fails, or its trace does not arrive."""
+        self.switch.send(setting.access)
+        target = replace(self.target, headers={"traceparent": f"{PARENT}-0{int(setting.traces)}"})
+        with watched(target.url) if setting.page else contextlib.nullcontext():
+            before = _cpu_seconds(self.pid)
+            console = Console(stderr=True, highlight=False)
+            run = run_now(target, asks, [0.0] * len(asks), console=console, title="streams", at_once=False)
+            time.sleep(SETTLE_S)
+            spent_s = _cpu_seconds(self.pid) - before
+        self.traced += len(asks) * setting.traces
+        if (count := HttpClient(self.receiver).get(COUNT)[1]) != self.traced:
+            raise StartError("there is no figure", f"{count} of {self.traced} traces arrived", "give fewer streams")
+        return 1e6 * spent_s / sum(record.output_tokens for record in whole(run).records)
+
+
+@contextlib.contextmanager
+def observed(model: str) -> Iterator[Observed]:
+    """Run a coordinator for ``model`` with its mock workers and the receiver of its traces."""
+    children = Children()
+    theirs, switch = multiprocessing.Pipe(duplex=False)
     try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            options: dict[str, Any] = {"access_log": setting.access}
-            if setting.traces:
-                options["otlp_traces_endpoint"] = children.start_and_receive(_receive)
-            target, pid = coordinating(children, model, _coordinate, options, str(Path(folder) / "log"))
-            if setting.page:
-                stack.enter_context(watched(target.url))
-            send = partial(run_now, target, console=console, at_once=False)
-            whole(send(warm, [0.0] * len(warm), title="warming up"))
-            before = cpu_seconds(pid)
-            records = whole(send(asks, [0.0] * len(asks), title=str(setting))).records
-            if setting.traces:
-                _all_sent(target.url, len(asks) + len(warm))
-            return 1e6 * (cpu_seconds(pid) - before) / sum(record.output_tokens for record in records)
+        with tempfile.TemporaryDirectory() as folder, switch, theirs:
+            receiver = children.start_and_receive(_receive)
+            options = {"access_log": True, "otlp_traces_endpoint": receiver}
+            target, pid = coordinating(children, model, _coordinate, options, str(Path(folder) / "log"), theirs)
+            yield Observed(target, pid, switch, receiver)
     finally:
         children.end()
 
 
-def _all_sent(url: str, traces: int) -> None:
-    """Wait until all traces have been sent, so that their cost is counted. Raises StartError if they are not."""
-    deadline, sent = time.monotonic() + SETTLE_S, 0.0
-    while sent < traces:
-        if time.monotonic() > deadline:
-            raise StartError("there is no figure", f"{sent:g} of {traces} traces were sent", "give fewer streams")
-        time.sleep(0.1)
-        page = HttpClient(url).read("/metrics")[1].decode()
-        sent = sum(float(line.split()[-1]) for line in page.splitlines() if 'traces_total{outcome="sent"' in line)
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time of the threads of a process, which the kernel counts in nanoseconds there."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(each.read_text().split()[0]) for each in tasks) / 1e9
 
 
 def run(config: BenchObservabilityConfig) -> int:
     """Print the CPU time per token with each setting, and what it is more than without any. Returns the exit code."""
     model = config.model or str(builtin.path())
     ids = ordinary_ids(FileTokenizer(Path(model)))
-    warm = random_asks(ids, WARM[0], config.random_input_len, WARM[1], seed=0)
+    lengths = config.random_input_len, config.random_output_len
     found: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    for number in range(config.rounds):
-        lengths = config.random_input_len, config.random_output_len
-        asks = random_asks(ids, config.max_concurrency, *lengths, seed=number + 1)
-        turned = [*SETTINGS][number % len(SETTINGS) :] + [*SETTINGS][: number % len(SETTINGS)]
-        for name in turned:
-            found[name].append(measure(model, SETTINGS[name], asks, warm))
+    with observed(model) as system:
+        system.us_per_token(SETTINGS["all three"], random_asks(ids, config.max_concurrency, *lengths, seed=0))  # warm
+        for number in range(config.rounds):
+            asks = random_asks(ids, config.max_concurrency, *lengths, seed=number + 1)
+            first = number % len(SETTINGS)
+            for name in [*SETTINGS][first:] + [*SETTINGS][:first]:
+                found[name].append(system.us_per_token(SETTINGS[name], asks))
     plain = found[PLAIN]
     print(f"{config.max_concurrency} streams of {config.random_output_len} tokens; CPU of the coordinator per token")
     for name, each in found.items():

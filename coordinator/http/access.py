@@ -22,7 +22,7 @@ LEFT = 499
 def log_access(request: web.Request, route: str, status: int, seconds: float, ids: dict[str, str]) -> None:
     """Log the line of a ``request`` for ``route`` that was answered with ``status`` after ``seconds``. ``ids`` are more
     fields of the line."""
-    if route in QUIET_PATHS and status < 400:
+    if (route in QUIET_PATHS and status < 400) or not log.isEnabledFor(logging.INFO):
         return
     fields: dict[str, object] = {
         **ids, "client": request.remote, "method": request.method, "route": route, "status": status,

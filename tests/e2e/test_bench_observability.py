@@ -12,16 +12,22 @@ import pytest
 from bench.load.tokens import FileTokenizer, ordinary_ids
 from bench.load.workloads import random_asks
 from bench.micro import observability
+from common.core.errors import StartError
 from deploy.cli import main as cli
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_coordinator_is_measured_with_everything_on(checkpoint: Callable[[str], Path]) -> None:
+def test_a_coordinator_is_measured_with_and_without_everything(checkpoint: Callable[[str], Path]) -> None:
     model = checkpoint("llama")
-    ids = ordinary_ids(FileTokenizer(model))
-    asks, warm = random_asks(ids, 6, 8, 20, seed=1), random_asks(ids, 2, 8, 4, seed=2)
-    assert 0 < observability.measure(str(model), observability.SETTINGS["all three"], asks, warm) < 1e6
+    asks = random_asks(ordinary_ids(FileTokenizer(model)), 6, 8, 20, seed=1)
+    with observability.observed(str(model)) as system:
+        for name in ("all three", observability.PLAIN):
+            assert 0 < system.us_per_token(observability.SETTINGS[name], asks) < 1e6
+        assert system.traced == 6
+        system.traced += 1
+        with pytest.raises(StartError, match="6 of 7 traces"):
+            system.us_per_token(observability.SETTINGS["access lines"], asks)
 
 
 @pytest.mark.whole
