@@ -131,7 +131,8 @@ def guard(
             known = request.match_info.route.resource is not None
             responded(route(request) if known else UNKNOWN_ENDPOINT, status)
             if config.access_log:
-                log_access(request, route(request), status, time.monotonic() - request[ARRIVED_AT], log_fields(request))
+                ids = {**log_fields(request), "key_name": request[KEY_NAME]}
+                log_access(request, route(request), status, time.monotonic() - request[ARRIVED_AT], ids)
 
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         passed = False

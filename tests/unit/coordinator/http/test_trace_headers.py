@@ -66,6 +66,7 @@ async def test_access_lines(model: Path, caplog: pytest.LogCaptureFixture) -> No
     ]  # fmt: skip
     chat, texts, refused, _ = fields
     assert (chat["request_id"], chat["trace_id"], chat["client"]) == ("mine", TRACE, "127.0.0.1")
+    assert chat["key_name"] == "none"
     assert (chat["output_tokens"], texts["output_tokens"]) == (3, 8) and chat["prompt_tokens"] > 3
     assert 0 < chat["ttft_ms"] <= chat["duration_ms"] < 60_000
     assert "ttft_ms" not in refused and refused["request_id"].startswith("req-")
