@@ -235,7 +235,8 @@ export class Answer {
     const seconds = (this.lastAt - this.firstAt) / 1000;
     const facts = [];
     if (stopped) facts.push("stopped by you");
-    else if (this.finish && this.finish !== "stop") facts.push(`ended by ${this.finish}`);
+    else if (this.finish === "length") facts.push("cut at the longest length");
+    else if (this.finish && this.finish !== "stop" && this.finish !== "tool_calls") facts.push(`ended by ${this.finish}`);
     if (this.firstAt !== null) facts.push(`first token ${milliseconds(this.metrics?.ttft_ms ?? this.firstAt - this.started)}`);
     facts.push(many(done, "token"));
     if (done > 1 && seconds > 0) facts.push(`${((done - 1) / seconds).toFixed(1)} tokens/s`);

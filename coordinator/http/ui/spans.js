@@ -97,6 +97,9 @@ export function storyOf(request) {
     const took = span.end_ms === null ? "so far" : milliseconds(span.end_ms - span.start_ms);
     const detail = span.detail ?? {};
     switch (span.name) {
+      case "tokenize":
+        story.push(`Read and tokenized in ${took}.`);
+        break;
       case "queue":
         story.push(`Waited ${took}${detail.why ? `: ${detail.why}` : ""}.`);
         break;

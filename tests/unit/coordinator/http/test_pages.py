@@ -37,7 +37,7 @@ async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> 
         assert "serves &lt;b&gt;&amp;co<" in page and "<b>" not in page
         assert "POST /v1/chat/completions" in page
         links = re.findall(r'href="([^"]+)"', page)
-        assert {"/v1/models", "/health", "/metrics", "/admin/workers"} <= set(links)
+        assert {"/ui", "/v1/models", "/health", "/metrics", "/admin/workers"} <= set(links)
         for link in links:
             async with cluster.client.get(cluster.url + link) as response:
                 assert response.status == 200, link
