@@ -128,7 +128,7 @@ schema-suite: $(VENV)/.installed-test $(SUITE) ## the official JSON-Schema-Test-
 $(SUITE):
 	@git clone -q --depth 1 https://github.com/json-schema-org/JSON-Schema-Test-Suite $@
 
-install: $(VENV)/.installed ## only set up the environment
+install: $(VENV)/.installed ## only set up the environment (EXTRAS=otel adds what an extra needs)
 
 clean: ## remove the environment and all caches
 	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache common/kernels/cpu/*.so common/kv/*.so
@@ -154,6 +154,7 @@ needs = $(call install,-c constraints.txt $$($(BIN)/python -c 'import sys, tomll
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again. PyPI's is built for
 # CUDA; where no NVIDIA driver is loaded, PyTorch's index has one for CPUs, a tenth as large. Triton is pinned to the version
 # that the former requires.
+EXTRAS ?=
 TORCH ?= $(if $(wildcard /proc/driver/nvidia/version /dev/dxg),cuda,cpu)
 CPU_TORCH = $(PIP) --no-deps --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/kernels/cpu/*.c common/kernels/cpu/*.h common/kv/*.c)
@@ -164,7 +165,7 @@ $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard comm
 	    $(CPU_TORCH) "$$(grep -i '^torch==' constraints.txt)+cpu" 2>/dev/null || \
 	    echo "no CPU build of torch was found: installing the one for CUDA, several gigabytes"; \
 	 $(call install,"$$(grep -i '^torch==' constraints.txt)" -c constraints.txt); \
-	 $(call needs,); \
+	 $(call needs,$(EXTRAS)); \
 	 $(BIN)/python -c 'import coordinator.app, common.engine.runner'; : compiled now, not at the first start; \
 	 wait $$compiling
 	@ls common/kernels/cpu/*.so >/dev/null 2>&1 || \

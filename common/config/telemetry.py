@@ -45,7 +45,7 @@ class TelemetryOptions:
             raise StartError(
                 f"{given[0]} needs OpenTelemetry",
                 f"the Python module {missing[0]} is not installed",
-                f"pip install 'tandem[otel]', or start without {' and '.join(given)}",
+                f"pip install -e '.[otel]' -c constraints.txt, or start without {' and '.join(given)}",
             )
 
 

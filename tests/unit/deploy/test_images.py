@@ -80,7 +80,7 @@ def test_images_are_installed_as_make_up_does() -> None:
     """So the steps that CI runs are those of the images: the target install, with nothing else behind it."""
     for name, torch in ("built-cpu", "cpu"), ("built-cuda", "cuda"):
         runs = [rest for keyword, rest in stages()[name] if keyword == "RUN"]
-        assert runs[-1] == f"make install TORCH={torch}"
+        assert runs[-1] == f"make install TORCH={torch} EXTRAS=otel"
         (packages,) = runs[:-1]
         assert re.search(r"apt-get -qq -y install --no-install-recommends gcc libc6-dev make ", packages)
     makefile = (ROOT / "Makefile").read_text()

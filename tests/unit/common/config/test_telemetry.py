@@ -53,7 +53,7 @@ def test_a_missing_package_is_a_start_error(missing: str, monkeypatch: pytest.Mo
     assert (refused.value.what, refused.value.why) == (
         "--otlp-metrics-endpoint needs OpenTelemetry", f"the Python module {missing} is not installed",
     )  # fmt: skip
-    assert refused.value.todo == "pip install 'tandem[otel]', or start without --otlp-metrics-endpoint"
+    assert refused.value.todo == "pip install -e '.[otel]' -c constraints.txt, or start without --otlp-metrics-endpoint"
 
 
 def test_a_missing_parent_package_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
