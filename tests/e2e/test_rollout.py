@@ -19,6 +19,7 @@ import pytest
 from tests.orchestration.cluster import Cluster, changed
 from tests.orchestration.kustomize import Manifest, build
 from tests.orchestration.pods import KUBERNETES, new_secrets
+from tests.pace import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -167,3 +168,29 @@ async def test_all_roles_are_updated_under_load_and_no_request_fails(overlay: st
             "Deployment tandem-decode (decode)": 7,
             "Deployment tandem-prefill (prefill)": 7,
         }
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+async def test_a_decode_worker_that_dies_while_the_coordinator_leaves_ends_no_stream(tmp_path: Path) -> None:
+    """The coordinator that leaves places its streams on another worker again, over the session that stayed."""
+    manifests, secrets = build(KUBERNETES / "overlays" / "cpu"), new_secrets()
+    manifests = changed(manifests, {"tandem-prefill": 1}, SMALL, handover_time="10")
+    async with Cluster(manifests, secrets, tmp_path, hurry=5).running() as cluster:
+        (before,) = cluster.of("tandem-coordinator")
+        async with load(cluster, secrets) as served:
+            long = [asyncio.create_task(served.ask(f"long {number}", LONG_TOKENS)) for number in range(4)]
+            cluster.restart("tandem-coordinator")
+            async with asyncio.timeout(scaled(60)):
+                while not before.terminating:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                (after,) = cluster.of("tandem-coordinator")
+                while "joins: decode" not in after.log.read_text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            victim = cluster.of("tandem-decode")[0]
+            assert victim.process is not None
+            victim.process.kill()
+            await cluster.settled()
+            await asyncio.gather(*long)
+        assert not served.failures, served.failures
+        assert cluster.violations == [f"{victim.name} ended with -9"]
