@@ -32,8 +32,9 @@ SYSTEM_S = 1.0
 """Interval between snapshots of the system."""
 REQUEST_S = 0.05
 """Least interval between two changes of requests that one listener is sent."""
-MAX_PENDING = 256
-"""Most requests whose latest state is kept for a listener; the one that has waited longest is dropped for another."""
+MAX_PENDING = 64
+"""Most requests whose latest state is kept for a listener, so that what it is sent is a few seconds old at most. For
+another one, that which has waited longest is dropped: of those that run, if there are any, since they change again."""
 MAX_UNREAD_BYTES = 128 << 10
 """A listener that has not read this much is sent nothing."""
 MAX_ENCODED = 64
@@ -76,7 +77,8 @@ class Listener:
         """Note that a request has changed."""
         self.requests[timeline.internal_id] = timeline
         if len(self.requests) > MAX_PENDING:
-            del self.requests[next(iter(self.requests))]
+            first = next(iter(self.requests))
+            del self.requests[next((id for id, each in self.requests.items() if not each.over), first)]
 
 
 class Feed:

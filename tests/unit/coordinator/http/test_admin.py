@@ -271,19 +271,9 @@ async def test_a_page_that_does_not_read_misses_snapshots_and_gets_the_latest_of
         await until(lambda: not listener.requests, "it catches up")
         events = [event for event in sink.sent if event.startswith(b"event: request")]
         assert len(events) == 5 and all(b'"state":"done"' in event for event in events)
-        for number in range(2 * feeds.MAX_PENDING):
-            listener.add(_ended(number))
-        assert len(listener.requests) == feeds.MAX_PENDING
     finally:
         listener.requests.clear()
         feed.leave(listener)
-
-
-def _ended(number: int) -> Any:
-    class Ended:
-        internal_id = number
-
-    return Ended()
 
 
 async def test_open_pages_do_not_delay_the_end_of_the_server(model: Path) -> None:
