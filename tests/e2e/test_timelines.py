@@ -90,7 +90,7 @@ async def test_spans_of_a_hand_off(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "path"), [(("--local-prefill", "always"), "local"), (("--colocated", "1"), "colocated")]
 )
-@pytest.mark.sampled
+@pytest.mark.whole
 async def test_spans_of_a_prompt_that_is_computed_where_it_is_decoded(
     flags: tuple[str, ...], path: str, tmp_path: Path, model: Path
 ) -> None:
