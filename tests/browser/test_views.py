@@ -136,6 +136,26 @@ async def test_a_tool_call_and_its_result(stand_in: StandIn) -> None:
         assert result == {"role": "tool", "tool_call_id": "call-1", "content": "rain, 7 degrees"}
 
 
+@pytest.mark.parametrize("secure", [True, False])
+async def test_a_request_is_copied_as_curl_without_its_key(stand_in: StandIn, secure: bool) -> None:
+    """Browsers have the clipboard's interface only for secure pages; without it the older way is taken."""
+    stand_in.key = "the-key"
+    async with open_page(stand_in.url, expected=REFUSED) as page:
+        if not secure:
+            await page.evaluate("() => { Object.defineProperty(navigator, 'clipboard', { value: undefined }); }")
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await page.click(".hello button")
+        await page.fill("#client-key", "the-key")
+        await page.click("dialog button[type=submit]")
+        await page.fill("#prompt", "It's me")
+        await page.click(".curl")
+        await expect(page.locator(".toast").last).to_have_text("The request copied")
+        await page.fill("#prompt", "")
+        await page.press("#prompt", "Control+v")
+        command = await page.input_value("#prompt")
+        assert "$TANDEM_API_KEY" in command and "the-key" not in command and "It'\\''s me" in command
+
+
 async def test_errors_are_shown_and_a_wrong_parameter_is_not_sent(stand_in: StandIn) -> None:
     error = {"error": {"message": "The worker was lost.", "type": "server_error", "param": None, "code": "worker_lost"}}
     stand_in.answers += [[chunk("Half "), error, "[DONE]"], [chunk("Cut ")]]
@@ -297,6 +317,11 @@ async def test_the_list_and_the_details_by_keyboard(stand_in: StandIn) -> None:
         await expect(rows).to_have_count(4)
         await page.select_option(".tools select >> nth=0", "failed")
         await expect(rows).to_have_count(1)
+        await page.select_option(".tools select >> nth=0", "all")
+        await page.fill("#request-search", "decode-0")
+        await expect(rows).to_have_count(4)
+        await page.fill("#request-search", "decode-7")
+        await expect(page.locator(".empty")).to_have_text("No request fits the filter.")
 
 
 async def test_the_waterfall_of_a_migrated_request(stand_in: StandIn) -> None:

@@ -123,10 +123,23 @@ export function toast(text, kind = "info") {
 
 /** Copy text, and say so. */
 export async function copy(text, what) {
+  let done;
   try {
     await navigator.clipboard.writeText(text);
-    toast(`${what} copied`);
+    done = true;
   } catch {
-    toast("The browser does not allow this page to copy.", "bad");
+    done = copyOldWay(text); // the former exists only on https and on this machine
   }
+  toast(done ? `${what} copied` : "The browser does not allow this page to copy.", done ? "info" : "bad");
+}
+
+function copyOldWay(text) {
+  const before = document.activeElement;
+  const area = h("textarea", { class: "skip", "aria-hidden": "true", value: text });
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  before?.focus();
+  return done;
 }

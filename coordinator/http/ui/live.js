@@ -151,7 +151,7 @@ export class Live extends EventTarget {
 
   async _ask() {
     while (this._queue.length && this._asking < DETAILS_AT_ONCE) {
-      const id = this._queue.pop(); // the newest first: it is what the user sees now
+      const id = this._queue.shift();
       this._asking += 1;
       json(`admin/requests/${encodeURIComponent(id)}`, { admin: true, signal: this._run?.signal })
         .then((found) => {

@@ -17,6 +17,7 @@ const FILTERS = [
 class Row {
   constructor(view, { id }) {
     this.id = id;
+    this.near = false;
     this.time = h("td", { class: "time" });
     this.name = h("span", { class: "id" });
     this.endpoint = h("small");
@@ -56,7 +57,12 @@ class Row {
     setAttribute(this.state, "data-state", request.state);
     this.state.title = request.error ?? request.finish.filter(Boolean).join(", ");
     setAttribute(this.node, "aria-selected", String(selected));
-    if (!request.spans) live.want(request.id);
+    if (this.near) this.want();
+  }
+
+  /** Ask for the spans if they are not known: only of rows that are seen, or nearly. */
+  want() {
+    if (this.last && !this.last.request.spans) live.want(this.id);
   }
 }
 
@@ -81,13 +87,15 @@ export class RequestsView {
     this.empty = h("p", { class: "muted empty" });
     this.problem = h("p", { class: "problem", role: "status" });
     this.details = new Details(() => this.open(null));
+    const scroll = h("div", { class: "scroll" }, this.table, this.empty);
+    this.observer = new IntersectionObserver((entries) => this._seen(entries), { root: scroll, rootMargin: "200px" });
     const legend = h("div", { class: "legend" }, TONES.map(([tone, label]) => h("span", { class: `key span ${tone}` }, label)));
     this.body = h("div", { class: "requests" },
       h("div", { class: "list" },
         h("div", { class: "tools" }, this.search, this.filter, this.scale, this.pause, this.summary),
         legend,
         this.problem,
-        h("div", { class: "scroll" }, this.table, this.empty)),
+        scroll),
       this.details.node);
     root.append(this.notice, this.body);
     root.addEventListener("keydown", (event) => {
@@ -142,13 +150,14 @@ export class RequestsView {
     if (this.body.hidden) return;
     const nowS = this.frozenAt ?? live.now();
     const words = this.search.value.trim().toLowerCase();
+    if (words) for (const each of all) if (!each.spans) live.want(each.id); // workers are found in spans
     const [, , wanted] = FILTERS.find(([value]) => value === this.filter.value);
     const found = all.filter((request) => wanted(request) && (!words || textOf(request).includes(words)));
     found.sort((a, b) => b.arrived - a.arrived || (a.id < b.id ? 1 : -1));
     const shown = found.slice(0, SHOWN);
     const scale = this.scale.value === "same" ? Math.max(1, ...shown.map((each) => lengthOf(each, nowS))) : null;
     const items = shown.map((request) => ({ request, scale, selected: request.id === this.selected, nowS }));
-    keyed(this.tbody, this.rows, items, ({ request }) => request.id, ({ request }) => new Row(this, request));
+    keyed(this.tbody, this.rows, items, ({ request }) => request.id, ({ request }) => this._row(request));
     if (!this.rows.has(this.focused) && shown.length) this.focusOn(shown[0].id);
     const running = all.filter((each) => !isOver(each)).length;
     setText(this.summary, `${count(found.length)} of ${count(all.length)} kept${running ? `, ${count(running)} running` : ""}${this.frozen ? ", paused" : ""}`);
@@ -161,6 +170,20 @@ export class RequestsView {
     if (this.selected && !chosen?.spans) live.want(this.selected);
     const unknown = this.selected !== null && !chosen && live.unknown.has(this.selected);
     setText(this.problem, unknown ? `The coordinator does not know the request ${this.selected}: it keeps those that run and the last ones that ended.` : "");
+  }
+
+  _row(request) {
+    const row = new Row(this, request);
+    this.observer.observe(row.node);
+    return row;
+  }
+
+  _seen(entries) {
+    for (const { target, isIntersecting } of entries) {
+      const row = this.rows.get(target.dataset.request);
+      if (!row) this.observer.unobserve(target); // it was removed
+      else if ((row.near = isIntersecting)) row.want();
+    }
   }
 
   _pause() {
