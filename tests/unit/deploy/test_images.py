@@ -173,10 +173,9 @@ def test_the_health_check_follows_the_answer() -> None:
 # -- compose ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the files that make-secrets writes, in a copy of deploy/."""
-    folder = tmp_path_factory.mktemp("compose") / "deploy"
+def make_secrets(directory: Path) -> Path:
+    """Run make-secrets in a copy of deploy/ in ``directory``, and return that copy. No log may contain the keys."""
+    folder = directory / "deploy"
     shutil.copytree(DEPLOY / "docker", folder / "docker")
     script = folder / "docker" / "make-secrets"
     script.write_text(script.read_text().replace('"$tandem"', "$tandem"))
@@ -190,6 +189,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     again = subprocess.run([script], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 1 and "is there already" in again.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the files that make-secrets writes, in a copy of deploy/."""
+    return make_secrets(tmp_path_factory.mktemp("compose"))
 
 
 def interpolated(path: Path, variables: dict[str, str]) -> dict[str, Any]:
