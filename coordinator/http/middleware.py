@@ -226,7 +226,7 @@ def _refusal(request: web.Request, error: RequestError) -> Timeline | None:
         arrived_at=request[ARRIVED_AT],
         tokenized_at=now,
     )
-    timeline.refuse(now, error)
+    timeline.refused(now, error)
     return timeline
 
 

@@ -253,7 +253,7 @@ class Timeline:
         """Note the error with which the request ends."""
         self.error, self.error_code, self.error_status = error.message, error.code or error.type, error.status
 
-    def refuse(self, now: float, error: RequestError) -> None:
+    def refused(self, now: float, error: RequestError) -> None:
         """Note that the request was refused before it was queued. Listeners do not see it."""
         self.fail(error)
         self._facts = Facts(State.FAILED, "", 0, 0, 0, (), None, 0.0, (), now)
