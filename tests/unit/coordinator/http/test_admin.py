@@ -118,6 +118,9 @@ async def test_requests_are_listed_the_latest_first(cluster: FakeCluster) -> Non
     for wrong in ("0", "-1", "x", str(MAX_REQUESTS + 1), "9" * 9, "²"):
         response, body = await cluster.get(f"/admin/requests?limit={wrong}")
         assert response.status == 400 and body["error"]["param"] == "limit"
+    await cluster.post(CHAT, {**HELLO, "max_tokens": 2}, headers={"X-Request-Id": "tenant/a:7"})
+    _, body = await cluster.get("/admin/requests/tenant%2Fa:7")
+    assert body["request_id"] == "tenant/a:7"
     response, body = await cluster.get("/admin/requests/nothing")
     assert response.status == 404 and body["error"]["code"] == "not_found"
 
