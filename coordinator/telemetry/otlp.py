@@ -1,8 +1,8 @@
 """A client of OTLP over HTTP, in the coordinator's event loop: sends serialized export requests, with retries.
 
-OpenTelemetry's own exporter blocks, so it needs a thread, and its encoding of a span costs five times what
-:mod:`coordinator.telemetry.spans` does; both would delay the tokens of all streams by the interpreter's lock. Settings
-of the connection come from OpenTelemetry's variables (docs/operate/opentelemetry.md).
+OpenTelemetry's own exporter blocks, so it needs a thread, and its encoding of a span costs several times what that of
+:mod:`coordinator.telemetry.spans` does: its thread would hold the interpreter's lock while tokens wait. Settings of the
+connection come from OpenTelemetry's variables (docs/operate/opentelemetry.md).
 """
 
 from __future__ import annotations
