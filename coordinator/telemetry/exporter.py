@@ -29,8 +29,9 @@ BATCH_SPANS = 512
 """An export request gets no more traces once it has this many spans."""
 DELAY_S = 1.0
 """How long a trace may wait for others to be sent with it."""
-CLOSING_S = 3.0
-"""How long the end of the process may take to send what is queued."""
+CLOSING_S = 1.5
+"""How long the end of the process may take to send what is queued. Together with the time that metrics may take, it must
+be shorter than what a launcher allows for an exit."""
 
 Ended = TypeVar("Ended")
 

@@ -16,7 +16,7 @@ from coordinator.requests.state import State
 from coordinator.requests.timeline import Timeline
 from coordinator.telemetry.attributes import PROVIDER, operation
 
-CLOSING_MS = 3000
+CLOSING_MS = 1500
 """How long the end of the process may take to send the last values."""
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)

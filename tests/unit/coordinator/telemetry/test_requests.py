@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from common.core.errors import StartError
 from common.core.ids import RequestId
 from common.net.messages import RequestFailed, Role
 from coordinator.telemetry import otlp
+from deploy.launcher.scaling import LEAVE_GRACE_S
 from tests.fakes.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.pace import scaled
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until
 
 SERVER, INTERNAL = 2, 1
@@ -243,3 +246,13 @@ async def test_bad_settings_of_the_connection_are_start_errors(model: Path, monk
     with pytest.raises(StartError, match="certificate"):
         async with open_cluster(model, otlp_traces_endpoint="https://127.0.0.1:1"):
             pass
+
+
+async def test_a_receiver_that_hangs_does_not_hold_up_the_end(model: Path) -> None:
+    """A launcher kills a process that does not exit in time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with open_cluster(model, "colocated", otlp_traces_endpoint=url, otlp_metrics_endpoint=url) as cluster:
+            await cluster.post(CHAT, HELLO | {"max_tokens": 2})
+            began = time.monotonic()
+        assert time.monotonic() - began < scaled(LEAVE_GRACE_S)
