@@ -30,8 +30,8 @@ BATCH_SPANS = 512
 DELAY_S = 1.0
 """How long a trace may wait for others to be sent with it."""
 CLOSING_S = 1.5
-"""How long the end of the process may take to send what is queued. Together with the time that metrics may take, it must
-be shorter than what a launcher allows for an exit."""
+"""Longest time to send what is queued when the process ends. With the time for metrics it must be shorter than what a
+launcher allows for an exit."""
 
 Ended = TypeVar("Ended")
 
