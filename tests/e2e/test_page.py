@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import leaked_keys
 from tests.browser.chromium import needs_chromium, open_page
 from tests.e2e.system import RunningSystem
 from tests.pace import scaled
@@ -116,15 +117,16 @@ async def decoding(system: RunningSystem) -> str:
 @pytest.mark.whole
 async def test_keys_drain_and_scale(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     playwright.expect.set_options(timeout=scaled(10_000))
-    flags = ("--api-key", "for-clients", "--admin-api-key", "for-admins")
+    client_key, admin_key = leaked_keys.new_key(), leaked_keys.new_key()
+    flags = ("--api-key", client_key, "--admin-api-key", admin_key)
     with RunningSystem.up(tmp_path, checkpoint("llama"), *flags) as system:
         async with open_page(system.url, "system", expected="status of 40[13]") as page:
             await playwright.expect(page.locator("#system-view .notice")).to_contain_text("A key is needed")
             await page.click("#keys-button")
-            await page.fill("#admin-key", "for-clients")
+            await page.fill("#admin-key", client_key)
             await page.click("dialog button[type=submit]")
             await playwright.expect(page.locator("#admin-key-said")).to_contain_text("does not open /admin")
-            await page.fill("#admin-key", "for-admins")
+            await page.fill("#admin-key", admin_key)
             await page.click("dialog button[type=submit]")
             await playwright.expect(page.locator(".worker")).to_have_count(2)
 

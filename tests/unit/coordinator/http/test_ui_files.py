@@ -9,6 +9,7 @@ import pytest
 from yarl import URL
 
 from coordinator.http import ui_files
+from tests.leaked_keys import new_key
 from tests.unit.coordinator.fake_cluster import FakeCluster, open_cluster
 
 FOLDER = Path(ui_files.__file__).parent / "ui"
@@ -58,7 +59,7 @@ async def test_other_names_are_refused(cluster: FakeCluster, name: str) -> None:
 
 
 async def test_the_page_needs_no_key_and_shows_no_data(model: Path) -> None:
-    async with open_cluster(model, "colocated", api_key="client", served_model_name="secret-name") as cluster:
+    async with open_cluster(model, "colocated", api_key=new_key(), served_model_name="secret-name") as cluster:
         for address in ("/ui", "/ui/", "/ui/main.js"):
             async with cluster.client.get(cluster.url + address) as response:
                 assert response.status == 200 and "secret-name" not in await response.text()
