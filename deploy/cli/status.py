@@ -1,45 +1,83 @@
-"""``tandem status``: shows the workers of a running server, their GPUs, and the workers that are absent and why."""
+"""``tandem status``: shows the workers of a running server, their GPUs and links, and the workers that are absent and
+why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.config.status import StatusConfig
-from common.core.errors import StartError, reason
 from common.kv.budget import human_bytes
-from common.net.http_client import HttpClient, shown
+from common.net.http_client import shown
+from deploy.running_system import Answers, ask, link_text, pairs
+
+HEADS = ("role", "state", "device", "KV in use", "running", "waiting")
+MOST_LINKS = 8
+SILENT_MS = 1000
+"""A time without a heartbeat, or of one step, that is worth a line."""
 
 
 def run(config: StatusConfig) -> int:
-    """Print the status; exit code 1 if a worker is absent. Raises StartError if the server cannot be asked."""
-    try:
-        code, body = HttpClient(config.url, config.api_key).get("/admin/workers")
-    except OSError as error:
-        todo = "start it with `tandem up`, or give --url"
-        raise StartError(f"cannot reach {shown(config.url)}", reason(error), todo) from error
-    if code != 200 or not isinstance(body, dict):
-        closed = code in (401, 403)
-        why = "it wants another API key" if closed else f"HTTP status {code}"
-        todo = "give --api-key or set TANDEM_API_KEY" if closed else "check --url"
-        raise StartError(f"{shown(config.url)} does not list its workers", why, todo)
-    lines = (*table(body["workers"]), *gpu_lines(body["workers"]), *absences(body.get("absent", ())))
-    for line in lines:
-        print("".join(char if char.isprintable() else "?" for char in line))
-    return 1 if body.get("absent") else 0
+    """Print the status; exit code 1 if a worker is absent, or if the server is not ready. Raises StartError if it
+    cannot be asked."""
+    answers = ask(config.url, config.api_key)
+    if config.json:
+        print(json.dumps({"ready": not answers.not_ready, "model": answers.model, **answers._asdict()}))
+    else:
+        for line in lines(config.url, answers):
+            print("".join(char if char.isprintable() else "?" for char in line))
+    return 1 if answers.absent or answers.not_ready else 0
 
 
-def table(workers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line of column heads and a line for each worker of /admin/workers."""
-    rows = [("worker", "role", "state", "device", "KV in use", "running", "waiting")]
+def lines(url: str, answers: Answers) -> Iterator[str]:
+    """Yield the lines of the status."""
+    state = f"not ready: {answers.not_ready}" if answers.not_ready else "ready"
+    yield f"tandem {answers.version} at {shown(url)} serves {answers.model or 'nothing'}: {state}"
+    yield ""
+    yield from table(answers.workers)
+    yield from gpu_lines(answers.workers)
+    yield from link_lines(answers.workers)
+    yield from remarks(answers.workers)
+    yield from absences(answers.absent)
+
+
+def table(workers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line of column heads and a line for each worker of /admin/workers; with hosts if there are several."""
+    several = len({worker["host"] for worker in workers}) > 1
+    rows = [("worker", *(("host",) if several else ()), *HEADS)]
     for worker in workers:
         blocks = worker["kv_blocks"]
-        used = f"{blocks['held'] / blocks['total']:.0%} of {blocks['total'] * worker['block_size']:,} tokens"
-        states = worker["id"], worker["role"], worker["state"], worker["device"]
-        rows.append((*states, used, str(worker["running"]), str(worker["waiting"])))
+        held, cached = (blocks[name] / blocks["total"] for name in ("held", "cached"))
+        used = f"{held:.0%} of {blocks['total'] * worker['block_size']:,} tokens"
+        used += f", {cached:.0%} cached" if cached >= 0.005 else ""
+        states = worker["role"], worker["state"], worker["device"]
+        place = (worker["host"],) if several else ()
+        counts = str(worker["running"]), str(worker["waiting"])
+        rows.append((worker["id"], *place, *states, used, *counts))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def link_lines(workers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each measured link, at most MOST_LINKS."""
+    measured = [each for each in pairs(workers) if each.gb_per_s is not None]
+    for pair in measured[:MOST_LINKS]:
+        yield f"{pair.name}: {link_text(pair)}"
+    if len(measured) > MOST_LINKS:
+        yield f"and {len(measured) - MOST_LINKS} more links: see tandem doctor"
+
+
+def remarks(workers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each worker that is silent, whose loop takes long, or that does not hand over to another."""
+    for worker in workers:
+        if worker["heard_ms"] > SILENT_MS:
+            yield f"{worker['id']} is silent for {worker['heard_ms'] / 1000:.1f} s"
+        if (worker["turn_ms"] or 0) > SILENT_MS:
+            yield f"{worker['id']}: its present step takes {worker['turn_ms'] / 1000:.1f} s so far"
+        if worker["avoids"]:
+            yield f"{worker['id']} hands over to {', '.join(worker['avoids'])} only to try: hand-offs failed lately"
 
 
 def gpu_lines(workers: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from common.platform.gpu import Gpu
 from deploy.doctor import configuration, machine, system
 from deploy.doctor.finding import Check, Finding, bad, run
 from deploy.launcher import fleet
+from deploy.running_system import Answers, ask
 
 
 def checks(config: DoctorConfig, our_version: str) -> Iterator[Finding]:
@@ -71,9 +72,9 @@ def _gpus(config: DoctorConfig) -> tuple[list[Gpu], str, StartError | None]:
     return gpus, why, None
 
 
-def _answers(config: DoctorConfig) -> tuple[system.Answers | None, StartError | None]:
+def _answers(config: DoctorConfig) -> tuple[Answers | None, StartError | None]:
     key = config.admin_api_key or next(iter(config.api_keys()), None)
     try:
-        return system.ask(config.server_url, key), None
+        return ask(config.server_url, key, "--admin-api-key"), None
     except StartError as error:
         return None, error

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
 
-from common.core.errors import StartError, reason
+from common.core.errors import StartError
 from common.kv.budget import human_bytes
-from common.net.http_client import HttpClient, shown
+from common.net.http_client import shown
 from deploy.doctor.finding import Finding, bad, good, refused, warning
+from deploy.running_system import Answers, Worker, link_text, pairs
 
 SILENT_MS = 1000
 """Time since a worker's last heartbeat that is remarkable: it sends several per second."""
@@ -20,55 +19,6 @@ SLOW_SHARE = 0.25
 """A link with less than this share of the median rate of its kind is slow."""
 MOST_PAIRS = 16
 """Most links that are listed one by one."""
-
-Worker = Mapping[str, Any]
-
-
-class Answers(NamedTuple):
-    """What a running system says about itself: its version, why it is not ready ("" if it is), /admin/workers."""
-
-    version: str
-    not_ready: str
-    workers: Sequence[Worker]
-    absent: Sequence[Mapping[str, Any]]
-
-
-class Pair(NamedTuple):
-    """The link from a prefill to a decode worker; the rate and the latency are None where it was not measured."""
-
-    source: Worker
-    target: Worker
-    transport: str
-    gb_per_s: float | None
-    latency_us: float | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.source['id']} to {self.target['id']}"
-
-    @property
-    def on_one_host(self) -> bool:
-        return bool(self.source["host"] == self.target["host"])
-
-
-def ask(url: str, key: str | None) -> Answers:
-    """Ask the server at ``url``. Raises StartError if it cannot be reached, or does not list its workers."""
-    client = HttpClient(url, key, timeout_s=10.0)
-    try:
-        code, listed = client.get("/admin/workers")
-        ready_code, ready = client.get("/ready")
-        _, version = client.get("/version")
-    except OSError as error:
-        todo = "start it with `tandem up`, or give --url"
-        raise StartError(f"cannot reach {shown(url)}", reason(error), todo) from error
-    if code != 200 or not isinstance(listed, dict):
-        why = "it wants another API key" if code in (401, 403) else f"HTTP status {code}"
-        todo = "give --admin-api-key or set TANDEM_ADMIN_API_KEY" if code in (401, 403) else "check --url"
-        raise StartError(f"{shown(url)} does not list its workers", why, todo)
-    said = ready.get("error", {}) if isinstance(ready, dict) else {}
-    not_ready = "" if ready_code == 200 else str(said.get("message", f"HTTP status {ready_code}"))
-    known = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"
-    return Answers(known, not_ready, listed["workers"], listed.get("absent", ()))
 
 
 def system(url: str, answers: Answers, our_version: str) -> Iterator[Finding]:
@@ -86,7 +36,8 @@ def system(url: str, answers: Answers, our_version: str) -> Iterator[Finding]:
 
 
 def _roles(workers: Iterable[Worker]) -> list[str]:
-    return list(dict.fromkeys(each["role"] for each in workers))
+    found = {each["role"] for each in workers}
+    return [role for role in ("prefill", "decode", "colocated") if role in found]
 
 
 def workers(answers: Answers) -> Iterator[Finding]:
@@ -155,20 +106,6 @@ def clocks(answers: Answers) -> Iterator[Finding]:
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
-def pairs(workers: Sequence[Worker]) -> list[Pair]:
-    """Return every pair of a prefill and a decode worker, with the coordinator's measurement if there is one."""
-    found = list[Pair]()
-    sends = [each for each in workers if each["role"] == "prefill"]
-    for source, target in product(sends, (each for each in workers if each["role"] == "decode")):
-        none: Mapping[str, Any] = {}
-        link = next((link for link in source["links"] if link.get("to") == target["id"]), none)
-        best = next(iter(source.get("transports", ())), "")
-        found.append(
-            Pair(source, target, str(link.get("transport", best)), link.get("gb_per_s"), link.get("latency_us"))
-        )
-    return found
-
-
 def links(answers: Answers) -> Iterator[Finding]:
     """Yield the measured link of each pair, those that are slow among their kind, and those that are avoided."""
     found = pairs(answers.workers)
@@ -205,14 +142,6 @@ def links(answers: Answers) -> Iterator[Finding]:
                 "links", f"{worker['id']} does not hand over to {name}: hand-offs between them failed lately",
                 "see the logs of both; the coordinator tries again by itself",
             )  # fmt: skip
-
-
-def link_text(pair: Pair) -> str:
-    """Return the transport, rate and latency of a pair's link as text."""
-    if pair.gb_per_s is None:
-        return f"{pair.transport or 'no transport'}, not measured"
-    rate = f"{pair.gb_per_s:.1f} GB/s" if pair.gb_per_s >= 0.1 else f"{1000 * pair.gb_per_s:.1f} MB/s"
-    return f"{pair.transport}, {rate}" + ("" if pair.latency_us is None else f", {pair.latency_us:.0f} µs")
 
 
 def unreachable(url: str, error: StartError, was_named: bool) -> Finding:

@@ -14,6 +14,7 @@ import pytest
 from common.core.errors import StartError
 from deploy.doctor import system
 from deploy.doctor.finding import Finding
+from deploy.running_system import Answers, ask
 
 
 def worker(name: str, **changes: Any) -> dict[str, Any]:
@@ -29,8 +30,8 @@ def link(to: str, rate: float = 1.0, transport: str = "shm") -> dict[str, Any]:
     return {"to": to, "transport": transport, "gb_per_s": rate, "latency_us": 300.0}
 
 
-def answers(*workers: dict[str, Any], absent: tuple[dict[str, Any], ...] = (), not_ready: str = "") -> system.Answers:
-    return system.Answers("1.0", not_ready, workers, absent)
+def answers(*workers: dict[str, Any], absent: tuple[dict[str, Any], ...] = (), not_ready: str = "") -> Answers:
+    return Answers("1.0", not_ready, workers, absent)
 
 
 def told(findings: Iterator[Finding]) -> dict[str, str]:
@@ -148,11 +149,11 @@ def test_what_a_server_answers() -> None:
         "/version": (200, {"version": "9"}),
     }
     with server(pages) as url:
-        found = system.ask(url, None)
+        found = ask(url, None)
     assert found.version == "9" and found.not_ready == "No prefill worker is ready." and len(found.workers) == 1
     with server(pages | {"/admin/workers": (403, {})}) as url, pytest.raises(StartError, match="does not list"):
-        system.ask(url, "key")
+        ask(url, "key")
     with pytest.raises(StartError, match="cannot reach") as refused:
-        system.ask(url, None)
+        ask(url, None)
     assert system.unreachable(url, refused.value, True).level == "bad"
     assert system.unreachable(url, refused.value, False).level == "good"

@@ -1,0 +1,90 @@
+"""What a running system says about itself over HTTP, for the commands that show or check it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from common.core.errors import StartError, reason
+from common.net.http_client import HttpClient, shown
+
+Worker = Mapping[str, Any]
+
+
+class Answers(NamedTuple):
+    """What a running system says about itself: its version, why it is not ready ("" if it is), /admin/workers."""
+
+    version: str
+    not_ready: str
+    workers: Sequence[Worker]
+    absent: Sequence[Mapping[str, Any]]
+
+    @property
+    def model(self) -> str:
+        """The name of the served model, "" without workers."""
+        return str(self.workers[0].get("model", "")) if self.workers else ""
+
+
+class Pair(NamedTuple):
+    """The link from a prefill to a decode worker; the rate and the latency are None where it was not measured."""
+
+    source: Worker
+    target: Worker
+    transport: str
+    gb_per_s: float | None
+    latency_us: float | None
+
+    @property
+    def name(self) -> str:
+        """Both workers."""
+        return f"{self.source['id']} to {self.target['id']}"
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether both workers are on the same host."""
+        return bool(self.source["host"] == self.target["host"])
+
+
+def ask(url: str, key: str | None, key_flag: str = "--api-key") -> Answers:
+    """Ask the server at ``url``. Raises StartError if it cannot be reached, or does not list its workers; ``key_flag``
+    is the flag with which a user gives the key."""
+    client = HttpClient(url, key, timeout_s=10.0)
+    try:
+        code, listed = client.get("/admin/workers")
+        ready_code, ready = client.get("/ready")
+        _, version = client.get("/version")
+    except OSError as error:
+        todo = "start it with `tandem up`, or give --url"
+        raise StartError(f"cannot reach {shown(url)}", reason(error), todo) from error
+    if code != 200 or not isinstance(listed, dict):
+        why = "it wants another API key" if code in (401, 403) else f"HTTP status {code}"
+        variable = f"TANDEM_{key_flag.strip('-').replace('-', '_').upper()}"
+        todo = f"give {key_flag} or set {variable}" if code in (401, 403) else "check --url"
+        raise StartError(f"{shown(url)} does not list its workers", why, todo)
+    said = ready.get("error", {}) if isinstance(ready, dict) else {}
+    not_ready = "" if ready_code == 200 else str(said.get("message", f"HTTP status {ready_code}"))
+    known = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"
+    return Answers(known, not_ready, listed["workers"], listed.get("absent", ()))
+
+
+def pairs(workers: Sequence[Worker]) -> list[Pair]:
+    """Return every pair of a prefill and a decode worker, with the coordinator's measurement if there is one."""
+    found = list[Pair]()
+    sends = [each for each in workers if each["role"] == "prefill"]
+    for source, target in product(sends, (each for each in workers if each["role"] == "decode")):
+        none: Mapping[str, Any] = {}
+        link = next((link for link in source["links"] if link.get("to") == target["id"]), none)
+        best = next(iter(source.get("transports", ())), "")
+        found.append(
+            Pair(source, target, str(link.get("transport", best)), link.get("gb_per_s"), link.get("latency_us"))
+        )
+    return found
+
+
+def link_text(pair: Pair) -> str:
+    """Return the transport, rate and latency of a pair's link as text."""
+    if pair.gb_per_s is None:
+        return f"{pair.transport or 'no transport'}, not measured"
+    rate = f"{pair.gb_per_s:.1f} GB/s" if pair.gb_per_s >= 0.1 else f"{1000 * pair.gb_per_s:.1f} MB/s"
+    return f"{pair.transport}, {rate}" + ("" if pair.latency_us is None else f", {pair.latency_us:.0f} µs")
