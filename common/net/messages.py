@@ -27,7 +27,7 @@ from common.core.request import MAX_LOGPROBS, Id, Request
 from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 
-PROTOCOL = 15
+PROTOCOL = 16
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -127,7 +127,8 @@ class Heartbeat(Message, tag="heartbeat"):
     loop waits. ``expected_ms`` is the time that the running step may take, or, outside of a step, the longest recent
     one. A turn that takes much longer hangs, even if heartbeats arrive. ``longest_ms`` is the longest of the recent
     steps and the running one, the time that a stream may have to wait for its next token. ``asked`` is the number of
-    the Ping that this heartbeat answers, 0 for a regular one.
+    the Ping that this heartbeat answers, 0 for a regular one. ``unix_ms`` is the worker's time of day in milliseconds
+    since the epoch, 0 for unknown: it shows how far the clocks of hosts are apart, and times nothing.
     """
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
@@ -146,6 +147,7 @@ class Heartbeat(Message, tag="heartbeat"):
     resting: Held = b""
     longest_ms: int = 0
     asked: Count = 0
+    unix_ms: Count = 0
 
 
 class Gpus(Message, tag="gpus"):

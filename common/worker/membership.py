@@ -329,6 +329,7 @@ class Membership:
             shot.resting,
             int(1000 * max(self.expected_s, shot.longest_step_s)),
             asked,
+            self._channels.unix_ms(),
         )
 
     def _gpu_report(self) -> Gpus | None:

@@ -344,6 +344,7 @@ class Gateway:
                 events.prompt_logprobs(worker, message)
             case Heartbeat():
                 self.registry.beat(worker, message, now_s)
+                worker.clock.took(message.unix_ms, self.channels.unix_ms())
                 self._outbox.answered(worker, message.asked)
                 if self.registry.hangs(worker):
                     name, turn_ms = worker.hello.name, message.turn_ms

@@ -23,6 +23,7 @@ from common.kv.prefix import KEY_BYTES, ChainKey
 from common.net.hosts import is_loopback, is_unspecified, parse_address, share_loopback
 from common.net.messages import PROTOCOL, Cached, Gpus, Heartbeat, Hello, Role
 from coordinator.cluster.absent_workers import AbsentWorkers
+from coordinator.cluster.clock_offset import ClockOffset
 from coordinator.cluster.liveness import LoopLag, UnresponsiveWorker, UnresponsiveWorkers
 
 HANG_STEPS = 4.0
@@ -66,6 +67,8 @@ class WorkerHandle:
     beat: Heartbeat | None = None
     gpus: tuple[GpuState, ...] = ()
     """The latest readings of the GPUs that it computes on."""
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    """How far its clock is from the coordinator's."""
     cached: set[ChainKey] = field(default_factory=set)
     answered: int = 0
     owes_since: float | None = None

@@ -58,7 +58,8 @@ def _worker(worker: WorkerHandle, links: LinkStats, avoids: list[str], now_s: fl
     ``links``: measured links, of a worker that sends KV. ``transports``: the supported ones, best first. ``avoids``:
     names of the decode workers to which its circuit breaker is not closed. ``incarnation``: its first digits, which
     change when the worker restarts. ``turn_ms``: how long the current iteration of the worker's loop has taken so far,
-    None while it waits for messages. ``heard_ms``: time since the worker's last heartbeat."""
+    None while it waits for messages. ``heard_ms``: time since the worker's last heartbeat. ``clock_ms``: how far its
+    clock is ahead of the coordinator's, None before its first heartbeat."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -75,6 +76,7 @@ def _worker(worker: WorkerHandle, links: LinkStats, avoids: list[str], now_s: fl
         "waiting_tokens": beat.waiting_tokens if beat else 0,
         "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
         "heard_ms": max(0, int((now_s - worker.heard_at) * 1000)),
+        "clock_ms": worker.clock.ms,
         "incarnation": hello.incarnation[:SHOWN_DIGITS],
         "links": links.of(worker),
         "transports": hello.links,

@@ -87,6 +87,7 @@ class Worker(Answer):
     waiting_tokens: int
     turn_ms: int | None
     heard_ms: int
+    clock_ms: int | None
     incarnation: str
     links: list[dict[str, Any]]
     transports: list[str]

@@ -26,8 +26,8 @@ PROTOCOL_SHOWN = 12
 it."""
 _COUNTERS_HIDDEN = frozenset(adapter.step_sizes())
 """Counters of heartbeats that are not shown: only monitoring reads them."""
-TIMING_SHOWN = 4
-"""Number of fields of a Timing that are shown. Later ones only report, and ``wire.json`` has them."""
+FIELDS_SHOWN = {"timing": 4, "heartbeat": 16}
+"""Number of fields that are shown of some messages. Later ones only report, and ``wire.json`` has them."""
 SAMPLING_SHOWN = 17
 """Number of sampling parameters that are always shown. Later ones are if they are set: to add one changes no history,
 and ``wire.json`` has it."""
@@ -45,8 +45,8 @@ def recorded() -> Iterator[Lines]:
             tag, *fields = msgspec.msgpack.decode(parts[0])
             if tag == "hello":
                 fields[0] = PROTOCOL_SHOWN
-            elif tag == "timing":
-                del fields[TIMING_SHOWN:]
+            elif tag in FIELDS_SHOWN:
+                del fields[FIELDS_SHOWN[tag] :]
         else:
             header, payload = parts
             tag, fields = "frame", [header, len(payload), hashlib.blake2b(payload, digest_size=6).hexdigest()]

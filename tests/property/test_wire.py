@@ -274,6 +274,7 @@ _BEAT: dict[str, Any] = {
     "resting": _ID,
     "longest_ms": 60,
     "asked": 3,
+    "unix_ms": 1_764_571_234_567,
 }
 _GPU = GpuState(
     0, "GPU-0123", "NVIDIA H100 80GB HBM3", 87, 60 << 30, 80 << 30, 412_000, 700_000, 64, 1755, 2619, 4, 18, 1 << 40,

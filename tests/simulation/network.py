@@ -524,6 +524,9 @@ class SimulatedChannels(Channels):
         process = self.process
         return process.clock.now + process.spent
 
+    def unix_ms(self) -> int:  # type: ignore[override]
+        return int(self.clock() * 1000)
+
     @staticmethod
     def secret() -> str:
         return "secret"
