@@ -12,7 +12,7 @@ from deploy.top.lines import Size, plain_text, view
 from deploy.top.screen import Screen, can_draw
 from deploy.top.state import State
 
-LEAST_WIDTH = 120
+LEAST_WIDTH = 140
 """Characters in a line of a snapshot, at least: it is for programs and files as well."""
 
 

@@ -17,6 +17,8 @@ from deploy.top.state import Json, State, objects
 
 LEVELS = "▁▂▃▄▅▆▇█"
 BAR = 20
+WIDE, SHORT_ID = 140, 12
+"""Characters of a line in which whole ids of requests have room, and of an id on a smaller terminal."""
 MOST_LINKS, MOST_CHANGES = 6, 4
 """Most lines of these sections on a terminal; a snapshot shows all."""
 KEYS = "q quit   space pause   1 requests   2 links   3 workers' changes   0 all"
@@ -222,11 +224,9 @@ def _requests(state: State, size: Size) -> Iterator[Text]:
         numbers = [_figure(each.get(key)) for key in ("prompt_tokens", "cached_tokens", "output_tokens")]
         times = [_figure(each.get(key)) for key in ("ttft_ms", "total_ms")]
         name = _word(each.get("id"))
-        cells = (
-            name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}",
-            _word(each.get("state")),
-            _word(each.get("path")),
-        )
+        if size.width < WIDE and len(name) > SHORT_ID:
+            name = f"…{name[1 - SHORT_ID :]}"
+        cells = name, _word(each.get("state")), _word(each.get("path"))
         rows.append(((*cells, *numbers, *times, _served_by(each), _notes(each)), ""))
     yield from _table(rows, state_column=1)
 

@@ -56,8 +56,9 @@ class Terminal:
 
     def frame(self, shows: Callable[[str], bool]) -> str:
         """Read until a whole frame is as wanted; return it without escape sequences."""
-        seen = len(self.written)
+        seen, deadline = len(self.written), time.monotonic() + scaled(40)
         while not (found := [each for each in frames(self.written[:seen]) if shows(each)]):
+            assert time.monotonic() < deadline, f"no frame is as wanted: {frames(self.written)[-1]}"
             self.until(FRAME_END)
             seen = self.written.rindex(FRAME_END) + len(FRAME_END)
         return found[-1]
