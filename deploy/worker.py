@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
@@ -114,7 +115,7 @@ def build(
     engine = _load(config, checkpoint, machine, batched_tokens, ranks)
     importlib.import_module("llguidance")  # which the first grammar needs, perhaps in the middle of other streams
     status.report("warming up")
-    step_times = engine.warm_up()
+    step_times = engine.warm_up(partial(status.report, "warming up"))
     address = f"tcp://{config.coordinator}"
     if is_local(config.host) and is_local(address):
         # As for our own sockets: other machines must not reach the ports that UCX and NCCL open.
@@ -262,6 +263,7 @@ def _load(
         max_num_seqs=config.max_num_seqs,
         batch_hint=_batch_hint(config, machine),
         progress=_loading,
+        captured=partial(status.report, "capturing CUDA graphs"),
         trust_remote_code=config.trust_remote_code,
         leader=leader,
     )
@@ -355,9 +357,9 @@ def _leave(lost: DeviceLost) -> NoReturn:
 
 
 def _loading(done: int, total: int, text: str) -> None:
-    """Report the progress of reading weight files. After the last one, report the stage in which the layers are
-    built."""
-    status.report("loading", done, total, text)
+    """Report the progress of reading weight files, from bytes in percent. After the last one, report the stage in which
+    the layers are built."""
+    status.report("loading", 100 * done // max(1, total), 100, text)
     if done == total:
         status.report("preparing", text="the model's layers")
 

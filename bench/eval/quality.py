@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from rich.console import Console
 
 from bench.eval.evaluate import GOLDEN, read_golden
 from bench.load import results
+from bench.load.progress import stepped
 from common import builtin
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.bench.quality import BenchQualityConfig
@@ -189,10 +191,13 @@ def run(config: BenchQualityConfig) -> int:
     else:
         asked = chats(checkpoint, Path(config.golden) if config.golden else GOLDEN)
     answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
-    reference = log_probabilities(checkpoint, REFERENCE, asked)
-    found = {"float32": judge(reference, reference, answers)}
-    ways = QUANTIZED_WAYS if checkpoint.format.method else WAYS
-    found |= {name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in ways.items()}
+    console = Console(stderr=True, highlight=False)
+    ways = {"float32": REFERENCE} | (QUANTIZED_WAYS if checkpoint.format.method else WAYS)
+    found, reference = dict[str, Quality](), None
+    for name, way in stepped(console, "measuring formats", list(ways.items())):
+        made = log_probabilities(checkpoint, way, asked)
+        reference = made if reference is None else reference
+        found[name] = judge(made, reference, answers)
     print(f"{len(answers):,} tokens of {len(asked)} {'pieces of text' if config.text else 'answers'}")
     print(f"{'format':<17} {'perplexity':>11} {'change':>8} {'±':>7} {'same token':>11} {'divergence':>11}")
     for name, each in found.items():

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.load.client import Record, Target
+from bench.load.progress import Bar
 from bench.load.workloads import PlannedRequest
 from common.core.errors import StartError
 from common.platform import threads
 
-REDRAW_S = 0.5
 FEW_CORES = 4
 """Up to so many cores, a server on the same machine leaves none idle, and real-time priority helps the client. With
 more, it would hurt: Linux moves a normal thread to an idle core, but not a real-time thread."""
@@ -64,7 +63,7 @@ async def run_load(
             await target.send(session, target.body(ask), record)
             if record.error and not index:
                 raise StartError(f"{target.url} does not serve this workload", record.error, UNSERVED)
-        with _quiet(), _Bar(console, title, len(asks)) as bar:
+        with _quiet(), Bar(console, title, len(asks)) as bar:
             began = time.perf_counter()
             records = [Record(began + at, ask.prompt_tokens) for at, ask in zip(times, asks, strict=True)]
 
@@ -112,28 +111,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class _Bar:
-    """A progress bar without a thread: redrawn when a request ends, at most every ``REDRAW_S`` seconds."""
-
-    def __init__(self, console: Console | None, title: str, total: int) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        shown = console is not None and console.is_terminal
-        self._progress = Progress(*columns, console=console, disable=not shown, auto_refresh=False, transient=True)
-        self._task = self._progress.add_task(title, total=total)
-        self._drawn_at = 0.0
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
-        now = time.monotonic()
-        if now - self._drawn_at >= REDRAW_S:
-            self._drawn_at = now
-            self._progress.refresh()

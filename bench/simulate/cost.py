@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from bench.load import results
+from bench.load.progress import stepped
 from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
 from common.core.ids import BlockId
@@ -202,19 +204,21 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[tuple[tuple[in
     return streams, coefficients[len(numbers) :], float(np.median(errors))
 
 
-def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
+def measure(model: str, threads: int, say: Callable[[str], None], console: Console | None = None) -> CostModel:
     """Load the model into this process and time its steps on ``threads`` threads and as many cores.
 
     A worker that runs beside others has no more cores than threads. The compute threads stay bound to these cores
     afterwards. Raises StartError if the model cannot be loaded."""
     cores = os.sched_getaffinity(0)
     try:
-        return _measure(model, threads, sorted(cores)[:threads], say)
+        return _measure(model, threads, sorted(cores)[:threads], say, console)
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def _measure(model: str, threads: int, cores: Sequence[int], say: Callable[[str], None]) -> CostModel:
+def _measure(
+    model: str, threads: int, cores: Sequence[int], say: Callable[[str], None], console: Console | None
+) -> CostModel:
     from common.platform import device
 
     checkpoint = open_checkpoint(model)
@@ -233,7 +237,7 @@ def _measure(model: str, threads: int, cores: Sequence[int], say: Callable[[str]
     chunks = [(1, start, length) for start, length in itertools.product(STARTS, CHUNKS)]
     steps: list[Step] = []
     seconds: list[float] = []
-    for count, start, length in [*decodes, *chunks]:
+    for count, start, length in stepped(console, "measuring steps", [*decodes, *chunks]):
         if start + length > longest or count * -(-(start + length) // size) > POOL_BLOCKS:
             continue
         made = uniform(size, count, start, length)

@@ -133,7 +133,7 @@ def _cost(
     gap_s = served_gap_s(
         model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console
     )
-    cost = measure(model, config.threads, say)  # last, so that no system runs beside the engine it loads
+    cost = measure(model, config.threads, say, console)  # last, so that no system runs beside the engine it loads
     streams, prompt, tokens = SERVED
     cost = replace(cost, turn=max(0.0, gap_s - cost.decode_s(streams, prompt + tokens / 2)))
     if config.cost:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from common.checkpoint.download_progress import counting
 from common.checkpoint.formats import OTHER_FILES
 from common.checkpoint.weights import ADAPTER, IGNORED, INDEX, indexed_files
 from common.core.errors import StartError, reason
@@ -164,10 +165,11 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], left_
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns if a repository has none of the files
     try:
-        found = snapshot_download(
-            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(left_out) or None,
-            etag_timeout=TIMEOUT_S,
-        )  # fmt: skip
+        with counting(model) as bars:
+            found = snapshot_download(
+                model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(left_out) or None,
+                etag_timeout=TIMEOUT_S, tqdm_class=bars,
+            )  # fmt: skip
         return Path(found)
     except Exception as error:  # its errors (offline, absent, gated, bad revision) have no common base class
         raise _unreachable(model, error) from error

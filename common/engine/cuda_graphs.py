@@ -39,6 +39,7 @@ from common.engine.capture_audit import audit
 from common.engine.device_sampler import Columns, sample_on_device
 from common.engine.graph_calls import Event, GraphCalls
 from common.engine.launched import LaunchedStep
+from common.engine.progress import StepProgress, not_reported
 from common.engine.rank_graphs import GraphRanks
 from common.engine.sample_plan import PLAIN, Features, SamplePlanner
 from common.engine.sampler import uniforms
@@ -161,10 +162,12 @@ class DecodeGraphs:
             return f"capture fails: {str(error).partition(chr(10))[0]}"
         return ""
 
-    def capture(self) -> None:
+    def capture(self, captured: StepProgress = not_reported) -> None:
         """Capture all sizes and kinds, the largest first: the others then find room in its memory."""
-        for rows in reversed(self.sizes):
+        for number, rows in enumerate(reversed(self.sizes)):
+            captured(number, len(self.sizes))
             self.capture_size(rows)
+        captured(len(self.sizes), len(self.sizes))
 
     def capture_size(self, rows: int) -> None:
         """Capture all kinds of a step of ``rows`` rows. RuntimeError if that is not possible."""

@@ -21,6 +21,7 @@ from common.engine import faults
 from common.engine.capture_audit import choose_experts
 from common.engine.cuda_graphs import KINDS, MAX_ROWS, DecodeGraphs, Slots
 from common.engine.graph_calls import GraphCalls
+from common.engine.progress import StepProgress, not_reported
 from common.engine.rank_graphs import AgreedCalls, CaptureFailed, GraphRanks
 from common.model.probe import forward
 
@@ -54,7 +55,7 @@ class Capture:
     max_model_len: int
     ranks: GraphRanks | None = None
 
-    def graphs(self, calls: GraphCalls) -> tuple[DecodeGraphs | None, str]:
+    def graphs(self, calls: GraphCalls, captured: StepProgress = not_reported) -> tuple[DecodeGraphs | None, str]:
         """Return the captured graphs and a note, or None and a note that says why there are none. If the device's
         memory is too small for all sizes, those of half as many rows are tried; if a step cannot be captured for
         another reason, which may show only with many rows, all run without."""
@@ -66,7 +67,7 @@ class Capture:
                 graphs, why = self._prepared(calls, most)
                 if graphs is None:
                     return None, f"{WITHOUT}{why}"
-                graphs.capture()
+                graphs.capture(captured)
             except RuntimeError as error:
                 self._require_agreed(error)
                 if why := _refusal(error):

@@ -19,6 +19,7 @@ from common.engine.graph_calls import CudaCalls, GraphCalls
 from common.engine.parallel import Leader
 from common.engine.pool import make_store
 from common.engine.prepared import PreparedModel, Products, Quantization, WeightCache, prepare
+from common.engine.progress import StepProgress, not_reported
 from common.engine.runner import WARM_UP_ROWS, ModelEngine
 from common.grammar.masks import Grammars
 from common.kv.budget import Budget, fit
@@ -59,6 +60,7 @@ def load_engine(
     decodes: bool = True,
     gpu_fusion: Sequence[str] = PARTS,
     leader: Leader | None = None,
+    captured: StepProgress = not_reported,
 ) -> ModelEngine:
     """Load, check and prepare a model on ``machine`` (default: the CPU); StartError, in words, if it cannot be served
     here. With ``leader`` this process is rank 0 of a tensor-parallel worker.
@@ -68,7 +70,8 @@ def load_engine(
     given, else as many as fit into ``kv_bytes`` (default: :func:`common.platform.memory.kv_budget`, on a GPU what
     weights and activations leave of ``gpu_share``).
     Rotary variants that look at the whole batch are frozen for ``max_model_len`` if given, else for the model's own
-    length (never for what the pool holds), so that workers with pools of different sizes agree.
+    length (never for what the pool holds), so that workers with pools of different sizes agree. ``progress`` follows
+    the reading of weights, ``captured`` the capture of CUDA graphs.
     """
     machine, share = machine or probe_cpu(), gpu_share or GpuShare()
     chosen, reason = choose_dtype(dtype, checkpoint.dtype, machine)
@@ -100,7 +103,7 @@ def load_engine(
     if graph_calls is not None and enforce_eager:
         engine.notes.append("decode steps run without CUDA graphs, as requested")
     elif graph_calls is not None:
-        engine.capture_graphs(graph_calls())
+        engine.capture_graphs(graph_calls(), captured)
     return engine
 
 

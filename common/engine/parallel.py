@@ -25,6 +25,7 @@ from common.engine.batch import FlatStep
 from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.packed_step import pack
+from common.engine.progress import StepProgress, not_reported
 from common.engine.rank_graphs import GraphRanks
 from common.engine.rank_messages import Channel
 from common.engine.rank_pools import leading_store
@@ -119,9 +120,9 @@ class LeadingEngine(ModelEngine):
         fusion = "" if self._device_steps is not None else "layers are not fused; "
         self.notes.append(f"tensor parallel: {size} {where}, {heads}; {fusion}{leader.note}")
 
-    def capture_graphs(self, calls: GraphCalls) -> None:
+    def capture_graphs(self, calls: GraphCalls, captured: StepProgress = not_reported) -> None:
         self._leader.channel.capture_graphs(self.max_num_seqs, self.max_model_len)
-        super().capture_graphs(calls)
+        super().capture_graphs(calls, captured)
 
     def measure_graphs(self, calls: GraphCalls, taken: Callable[[], int], driver_bytes: int) -> GraphUse:
         self._leader.channel.measure_graphs(self.max_num_seqs, self.max_model_len, driver_bytes)

@@ -27,6 +27,7 @@ from common.engine.faults import NOT_FINITE, REQUEST_FAULTS
 from common.engine.graph_calls import GraphCalls
 from common.engine.graph_capture import Capture, GraphUse
 from common.engine.launched import StepLauncher
+from common.engine.progress import StepProgress, not_reported
 from common.engine.prompt_scores import forward_and_score, most_wanted, read
 from common.engine.restrictions import restricted
 from common.engine.sampler import NOTHING_LEFT, peaks, sample
@@ -318,9 +319,10 @@ class ModelEngine:
 
     # -- before serving -----------------------------------------------------------------------------------------------
 
-    def warm_up(self) -> list[tuple[int, int, float]]:
-        """Run a few steps, since first ones are slow; return (tokens, positions attended to, seconds) of each. Only
-        before serving: it overwrites the pool's first blocks."""
+    def warm_up(self, done: StepProgress = not_reported) -> list[tuple[int, int, float]]:
+        """Run a few steps, since first ones are slow; return (tokens, positions attended to, seconds) of each. ``done``
+        is called with the number of steps that were run and that of all. Only before serving: it overwrites the pool's
+        first blocks."""
         rows = min(self.warm_up_rows, self.max_model_len, self.store.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(rows))]
         prompt = sequence_of([1] * rows)
@@ -335,6 +337,7 @@ class ModelEngine:
                 started = perf_counter()
                 self.run_once(step)
                 paces.append((step.length, step.attended, perf_counter() - started))
+                done(len(paces), len(steps))
         self.store.clear(blocks)
         return paces
 
@@ -353,10 +356,10 @@ class ModelEngine:
         return self.decoder is not None
 
     @torch.inference_mode()
-    def capture_graphs(self, calls: GraphCalls) -> None:
+    def capture_graphs(self, calls: GraphCalls, captured: StepProgress = not_reported) -> None:
         """Run decode steps as CUDA graphs from now on, if the backend and the model allow it, and add a note on that.
-        Only before serving, after the checks."""
-        graphs, note = self._capture.graphs(calls)
+        ``captured`` is told the progress. Only before serving, after the checks."""
+        graphs, note = self._capture.graphs(calls, captured)
         self.launch = None if graphs is None else graphs.launch
         self.notes.append(note)
 

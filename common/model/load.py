@@ -28,9 +28,11 @@ from common.kv.storage.tensors import DTYPES
 from common.platform.memory import free_memory
 
 Progress = Callable[[int, int, str], None]
-"""Called with (shards read, shards in all, name of the shard that is read next or was read last)."""
+"""Called with (bytes read, bytes in all, name of the file that is read or was read last)."""
 _CHUNK_BYTES = 1 << 20
 """Small enough to be hashed while it is still in the processor's cache."""
+_REPORT_BYTES = 64 << 20
+"""Bytes of a file between two reports of progress."""
 
 log = logging.getLogger("tandem.load")
 
@@ -50,12 +52,18 @@ def read_weights(
         _check_memory(checkpoint, dtype, quantization)
     progress, files = progress or default_progress(), checkpoint.weight_files
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
-    for index, path in enumerate(files):
-        progress(index, len(files), path.name)
+    total, done = sum(path.stat().st_size for path in files), 0
+    for path in files:
+        progress(done, total, path.name)
+        reported = done
         with path.open("rb", buffering=0) as file:
             while read := file.readinto(buffer):
                 digest.update(buffer[:read])  # releases the interpreter lock
-    progress(len(files), len(files), files[-1].name)
+                done += read
+                if done - reported >= _REPORT_BYTES:
+                    progress(done, total, path.name)
+                    reported = done
+    progress(total, total, files[-1].name)
     return str(digest.hexdigest())
 
 
@@ -170,19 +178,26 @@ def _mapped_ranges(suffix: str) -> list[tuple[int, int]]:
 
 
 def default_progress() -> Progress:
-    """Return a progress bar on a terminal, one log line per shard elsewhere."""
-    return _bar() if sys.stderr.isatty() else _lines
+    """Return a progress bar on a terminal, one log line per file elsewhere."""
+    return _bar() if sys.stderr.isatty() else _Lines()
 
 
-def _lines(done: int, total: int, name: str) -> None:
-    if done < total:
-        log.info("reading weights %d/%d: %s", done + 1, total, name)
+class _Lines:
+    """Logs the name of each file as it is begun."""
+
+    def __init__(self) -> None:
+        self._name = ""
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if name != self._name and done < total:
+            self._name = name
+            log.info("reading weights: %s, from byte %s of %s", name, f"{done:,}", f"{total:,}")
 
 
 def _bar() -> Progress:
     from tqdm import tqdm
 
-    bar: Any = tqdm(desc="weights", unit="shard", leave=False)
+    bar: Any = tqdm(desc="weights", unit="B", unit_scale=True, leave=False)
 
     def show(done: int, total: int, name: str) -> None:
         bar.total = total

@@ -34,8 +34,8 @@ def up(config: UpConfig) -> int:
 
 def coordinator(config: CoordinatorConfig) -> int:
     """Run a coordinator until stopped. Returns the exit code."""
-    config = _openable(config)
     setup_logging(config.log_level, config.log_format, "coordinator")
+    config = _openable(config)
     from coordinator.app import run
 
     return run(config, lambda url, control: service_manager.ready(f"serving at {url}, workers at {control}"))
@@ -43,8 +43,8 @@ def coordinator(config: CoordinatorConfig) -> int:
 
 def worker(config: WorkerConfig) -> int:
     """Run a prefill or decode worker until stopped. Returns the exit code."""
-    config = _openable(config)
     setup_logging(config.log_level, config.log_format, config.name or config.role)
+    config = _openable(config)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a background job
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no cleanup needed yet, and torch would print a traceback
     from deploy.worker import run

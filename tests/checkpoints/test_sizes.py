@@ -69,6 +69,18 @@ def test_too_little_memory_is_said_of_the_quantized_size(tmp_path: Path, monkeyp
         loader.read_weights(checkpoint, "bfloat16")
 
 
+def test_the_progress_of_reading_is_told_in_bytes(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a file as well: a model may be one large file."""
+    found, told = open_checkpoint(str(checkpoint("llama"))), list[tuple[int, int, str]]()
+    monkeypatch.setattr(loader, "_REPORT_BYTES", 1)
+    loader.read_weights(found, "float32", lambda *told_now: told.append(told_now))
+    total = sum(path.stat().st_size for path in found.weight_files)
+    assert told[0] == (0, total, "model.safetensors") and told[-1][:2] == (total, total)
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told) and len(told) > 2
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-untied"])
 def test_weights_that_are_rounded_at_load_take_less(checkpoint: Callable[[str], Path], kind: str) -> None:
     found = open_checkpoint(str(checkpoint(kind)))

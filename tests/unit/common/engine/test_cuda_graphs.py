@@ -59,7 +59,9 @@ def on_late_device(engine: ModelEngine, calls: LateCalls) -> ModelEngine:
 
 def captured(engine: ModelEngine, calls: LateCalls) -> ModelEngine:
     """Let ``engine`` run its decode steps as graphs on the late device."""
-    on_late_device(engine, calls).capture_graphs(calls)
+    told: list[tuple[int, int]] = []
+    on_late_device(engine, calls).capture_graphs(calls, lambda done, total: told.append((done, total)))
+    assert engine.launch is None or told == [(done, told[-1][1]) for done in range(told[-1][1] + 1)]
     return engine
 
 

@@ -122,7 +122,9 @@ def test_not_a_number_fails_its_own_request_only(engine: ModelEngine) -> None:
 
 
 def test_warm_up_leaves_no_trace(engine: ModelEngine) -> None:
-    engine.warm_up()
+    told: list[tuple[int, int]] = []
+    engine.warm_up(lambda done, total: told.append((done, total)))
+    assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
     assert not engine.store.memory.raw.any()
 
 
