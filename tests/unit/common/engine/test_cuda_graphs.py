@@ -61,7 +61,9 @@ def captured(engine: ModelEngine, calls: LateCalls) -> ModelEngine:
     """Let ``engine`` run its decode steps as graphs on the late device."""
     told: list[tuple[int, int]] = []
     on_late_device(engine, calls).capture_graphs(calls, lambda done, total: told.append((done, total)))
-    assert engine.launch is None or told == [(done, told[-1][1]) for done in range(told[-1][1] + 1)]
+    if engine.launch is not None:  # the last attempt has told each size; those before it ran out of memory
+        last = max(at for at, (done, _) in enumerate(told) if not done)
+        assert told[last:] == [(done, told[-1][1]) for done in range(told[-1][1] + 1)]
     return engine
 
 

@@ -147,10 +147,11 @@ def test_context_is_cut_to_the_pool_or_refused(checkpoint: Callable[[str], Path]
         load(checkpoint("llama"), dtype="int3")
 
 
-def test_load_reports_progress_per_shard(checkpoint: Callable[[str], Path]) -> None:
+def test_load_reports_progress_in_bytes(checkpoint: Callable[[str], Path]) -> None:
     reported: list[tuple[int, int, str]] = []
     load(checkpoint("llama"), progress=lambda *step: reported.append(step)).close()
-    assert reported == [(0, 1, "model.safetensors"), (1, 1, "model.safetensors")]
+    size = (checkpoint("llama") / "model.safetensors").stat().st_size
+    assert reported == [(0, size, "model.safetensors"), (size, size, "model.safetensors")]
 
 
 def test_missing_weights_are_not_made_up(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
