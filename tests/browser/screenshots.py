@@ -115,8 +115,8 @@ async def shots(url: str, minutes: float) -> None:
             await shoot(page, "waterfall")
         async with open_page(url, "chat", viewport={"width": 1360, "height": 620}, color_scheme="dark") as page:
             await page.check("#p-logprobs")
-            await chat(page, "What is the capital of France?", {"temperature": 0, "max_tokens": 60})
-            await page.locator(".token").nth(3).hover()
+            await chat(page, "Tell me a short story about a fox.", {"temperature": 0.8, "seed": 7, "max_tokens": 120})
+            await page.locator(".token.p2").first.hover()
             await shoot(page, "chat")
         async with open_page(url, "requests", viewport=PHONE) as page:
             await page.locator("tr .mini .decode").nth(30).wait_for()
