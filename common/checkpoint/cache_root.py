@@ -21,7 +21,7 @@ def configured_root() -> Path:
 
 def cache_root() -> Path:
     """Return :func:`configured_root`, created if needed. If it cannot be written, a temporary directory that is removed
-    when this process ends."""
+    when this process ends; child processes that are started afterwards use the same."""
     path = configured_root()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -35,5 +35,6 @@ def cache_root() -> Path:
 def _temporary(instead_of: str, why: str) -> Path:
     path = Path(tempfile.mkdtemp(prefix="tandem-cache-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
+    os.environ["TANDEM_CACHE"] = str(path)  # a child that is killed could not remove one of its own
     log.warning("%s cannot be used (%s): generated files are kept in %s until this process ends", instead_of, why, path)
     return path

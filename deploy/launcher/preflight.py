@@ -9,6 +9,7 @@ from dataclasses import replace
 from errno import EADDRNOTAVAIL
 from typing import NamedTuple
 
+from common.checkpoint.cache_root import cache_root
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.checkpoint.formats import refuse_use
 from common.config.up import UpConfig
@@ -37,6 +38,7 @@ def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], obj
     """Check the start of workers at ``places`` and yield ``config`` with free ports in place of port 0. The ports are
     reserved within the block. Calls ``say`` with what is to be known about the checkpoint. Raises StartError."""
     config.check_binds()
+    cache_root()  # if it is a temporary one, it is this process's, and the workers share it
     config.check_telemetry()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     refuse_use(checkpoint.name, checkpoint.format, config.quantization, _ranks(config))
