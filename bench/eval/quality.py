@@ -21,6 +21,7 @@ from bench.eval.evaluate import GOLDEN, read_golden
 from bench.load import results
 from bench.load.progress import stepped
 from common import builtin
+from common.builtin import smollm2
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.bench.quality import BenchQualityConfig
 from common.core.errors import RequestError, StartError, reason
@@ -185,7 +186,7 @@ def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -
 
 def run(config: BenchQualityConfig) -> int:
     """Print the perplexity of each way, its change from float32's, and the agreement."""
-    checkpoint = open_checkpoint(config.model or str(builtin.path()))
+    checkpoint = open_checkpoint(smollm2.resolved(config.model) or str(builtin.path()))
     if config.text:
         asked = pieces(checkpoint, Path(config.text))
     else:
