@@ -24,7 +24,7 @@ import yaml
 from common.net.http_client import HttpClient, HttpError
 from deploy.cli.dashboards import DASHBOARDS
 from tests.e2e.system import RunningSystem
-from tests.leaked_keys import new_key
+from tests.leaked_keys import new_key, watch
 from tests.pace import scaled
 from tests.promql import ROOT, program
 
@@ -91,6 +91,7 @@ def _prometheus(directory: Path, target: str) -> Iterator[Prometheus]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = directory / "prometheus.log"
+    watch(log)
     options = [f"--storage.tsdb.path={directory / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     with log.open("wb") as out:
         process = subprocess.Popen([found, f"--config.file={file}", *options], stdout=out, stderr=subprocess.STDOUT)

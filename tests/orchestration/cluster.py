@@ -260,7 +260,6 @@ class Cluster:
         self._made += 1
         pod_name = f"{name}-{generation}-{self._made}"
         log = self._directory / f"{pod_name}.log"
-        leaked_keys.watch(log)
         ip = f"{self._net}.{self._made}"
         mounts = self._files.mounts(template, pod_name)
         environment = self._files.environment(template, {"status.podIP": ip, "metadata.name": pod_name})
@@ -273,6 +272,7 @@ class Cluster:
         own |= {"TANDEM_CACHE": os.environ.get("TANDEM_CACHE", ""), "HF_HUB_OFFLINE": "1"}
 
         def start(pod: Pod) -> subprocess.Popen[bytes]:
+            leaked_keys.watch(pod.log)
             popen = TandemProcess.spawner.popen() if TandemProcess.spawner else subprocess.Popen
             with pod.log.open("ab") as out:
                 return popen(

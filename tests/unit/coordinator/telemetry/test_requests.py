@@ -19,6 +19,7 @@ from common.net.messages import RequestFailed, Role
 from coordinator.telemetry import otlp
 from deploy.launcher.scaling import LEAVE_GRACE_S
 from tests.fakes.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.leaked_keys import new_key
 from tests.pace import scaled
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until
 
@@ -136,8 +137,9 @@ async def test_a_failure_has_the_code_of_its_error(model: Path, failure: str, st
 
 
 async def test_a_request_that_is_refused_before_it_is_queued_is_a_trace(model: Path) -> None:
-    async with traced(model, api_key="right") as (cluster, receiver):
-        key = {"Authorization": "Bearer right"}
+    secret = new_key()
+    async with traced(model, api_key=secret) as (cluster, receiver):
+        key = {"Authorization": f"Bearer {secret}"}
         for path, body, headers, status in (
             (CHAT, {}, key, 400),
             (CHAT, {}, key | parent(False), 400),
