@@ -81,9 +81,9 @@ class EngineOptions:
     )
     products: Products = option(
         "auto",
-        "products with quantized weights: exact (weights dequantized), integer (activations rounded to 8 bits, too, "
-        "but not for value projections and the output layer; faster), or auto (integer on CPUs where codes are "
-        "integers, else exact); must be the same on all workers",
+        "products with quantized weights: exact (weights dequantized), integer (activations rounded to 8 or 16 "
+        "bits, which is faster), or auto (integer on CPUs where codes are integers, else exact); must be the same on "
+        "all workers",
         one_of(*get_args(Products)),
         "model",
     )

@@ -86,7 +86,7 @@ class PreparedModel:
             yield f"{self.packed} linear layers packed {how}"
         if self.formats:
             kept = ", ".join(f"{count} in {name}" for name, count in self.formats.items())
-            how = "exact" if self.exact else "integer (activations rounded to 8 bits, but not for values and output)"
+            how = "exact" if self.exact else "integer (activations rounded to 8 or 16 bits)"
             in_c = self.where.type == "cpu" and cpu.library() is not None
             is_fast = in_c or (self.exact and triton.unusable(self.where.type) is None)
             place = "" if is_fast else ", in torch, which is slow"

@@ -65,7 +65,7 @@ class CompactLinear(nn.Module):
     With an ``activation`` the weight [2n, in] has a gate's rows before those of the values, and the result has n
     columns: ``activation(gate) * values``. ``parts``: the weights whose rows follow each other, of any formats; with an
     activation, the gate and the values. Only products with codes that are integers can be rounded: others are exact.
-    Joined layers may be exact in part.
+    ``terms``: in an integer product with each part, the 8-bit numbers whose sum an activation is rounded to, 1 or 2.
     """
 
     def __init__(
@@ -76,34 +76,35 @@ class CompactLinear(nn.Module):
         parts = [weight] if activation is None else _halves(weight)
         sizes = [part.shape[0] for part in parts]
         biases = [None] * len(parts) if bias is None else list(bias.split(sizes))
-        self._set(parts, biases, dtype, [exact] * len(parts), activation)
+        self._set(parts, biases, dtype, exact, activation, [1] * len(parts))
 
     @classmethod
     def joined(
         cls, weights: Sequence[Part], biases: Sequence[torch.Tensor | None], dtype: torch.dtype, *,
-        exact: bool | Sequence[bool], activation: str | None = None,
+        exact: bool, activation: str | None = None, terms: Sequence[int] = (),
     ) -> CompactLinear:  # fmt: skip
         """Return the layer of all rows of ``weights`` (at most :data:`MOST_PARTS`; with an activation, the gate and the
-        values), one after the other. A missing bias is 0. Products with all weights are ``exact``, or those with
-        each."""
+        values), one after the other. A missing bias is 0, missing ``terms`` are 1."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._set(weights, biases, dtype, [exact] * len(weights) if isinstance(exact, bool) else exact, activation)
+        layer._set(weights, biases, dtype, exact, activation, terms or [1] * len(weights))
         return layer
 
-    def made_exact(self) -> CompactLinear:
-        """Return the same layer with exact products; it shares the weights."""
-        return CompactLinear.joined(self.parts, self.biases, self.weight.dtype, exact=True, activation=self.activation)
+    def changed(self, *, exact: bool = False, terms: int = 1) -> CompactLinear:
+        """Return the same layer with other products; it shares the weights."""
+        every = [terms] * len(self.parts)
+        return CompactLinear.joined(
+            self.parts, self.biases, self.weight.dtype, exact=exact, activation=self.activation, terms=every
+        )
 
     def _set(
-        self, weights: Sequence[Part], biases: Sequence[torch.Tensor | None], dtype: torch.dtype,
-        exact: Sequence[bool], activation: str | None,
+        self, weights: Sequence[Part], biases: Sequence[torch.Tensor | None], dtype: torch.dtype, exact: bool,
+        activation: str | None, terms: Sequence[int],
     ) -> None:  # fmt: skip
         parts, rows = [pack(weight) for weight in weights], [weight.shape[0] for weight in weights]
         if len(parts) > MOST_PARTS or (activation and (len(parts) != 2 or rows[0] != rows[1])):
             raise ValueError(f"{len(parts)} weights of {rows} rows cannot be joined")
-        self.exact, self.activation, self.parts = list(exact), activation, parts
-        """``exact``: whether the products with each part are."""
+        self.exact, self.activation, self.parts, self.terms = exact, activation, parts, list(terms)
         self.biases = [None if each is None else each.detach().to(dtype).clone() for each in biases]
         self.in_features = parts[0].shape[1]
         self.out_features = rows[0] if activation else sum(rows)
@@ -119,13 +120,13 @@ class CompactLinear(nn.Module):
     def _describe(self) -> int:
         """Make the C structures, and return the address of ``struct linear``."""
         after: cpu.Groups | None = None
-        for part, bias, exact in reversed(list(zip(self.parts, self.biases, self.exact, strict=True))):
+        for part, bias, terms in reversed(list(zip(self.parts, self.biases, self.terms, strict=True))):
             assert isinstance(part, Panels)
             padded = None
             if bias is not None:
                 padded = torch.zeros(-(-part.shape[0] // PANEL) * PANEL)
                 padded[: part.shape[0]] = bias.float()
-            after = described(part, exact, padded, after)
+            after = described(part, self.exact, padded, after, terms)
             self._kept += [after, padded]
         assert after is not None
         code = linears.ACTIVATIONS[self.activation] if self.activation else 0
@@ -161,7 +162,7 @@ class CompactLinear(nn.Module):
     def rounds(self) -> bool:
         """Whether it rounds activations for at least one of its weights."""
         codings = (part.stated["coding"] if isinstance(part, Panels) else part.coding for part in self.parts)
-        return any(coding == "int" and not exact for coding, exact in zip(codings, self.exact, strict=True))
+        return not self.exact and "int" in codings
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.rows(x.reshape(-1, self.in_features))
@@ -193,8 +194,8 @@ class CompactLinear(nn.Module):
 
     def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.weight.dtype
-        parts = zip(self.parts, self.exact, strict=True)
-        out = torch.cat([_product(unpack(part), x.to(dtype), exact) for part, exact in parts], 1)
+        parts = zip(self.parts, self.terms, strict=True)
+        out = torch.cat([_product(unpack(part), x.to(dtype), self.exact, terms) for part, terms in parts], 1)
         if (bias := self.bias) is not None:
             out = out + bias
         if self.activation:
@@ -204,8 +205,8 @@ class CompactLinear(nn.Module):
 
     def extra_repr(self) -> str:
         formats = ", ".join(dict.fromkeys(part.source or f"{part.bits} bits" for part in self.parts))
-        products = ", ".join(dict.fromkeys("exact" if exact else "integer" for exact in self.exact))
-        return f"{self.in_features}, {self.out_features}, {formats}, {products}"
+        bits = ", ".join(dict.fromkeys(f"{8 * terms} bits" for terms in self.terms))
+        return f"{self.in_features}, {self.out_features}, {formats}, {'exact' if self.exact else f'integer ({bits})'}"
 
 
 def _halves(weight: Part) -> list[Part]:
@@ -216,11 +217,12 @@ def _halves(weight: Part) -> list[Part]:
 
 
 def described(
-    part: Panels, exact: bool, bias: torch.Tensor | None = None, after: cpu.Groups | None = None
+    part: Panels, exact: bool, bias: torch.Tensor | None = None, after: cpu.Groups | None = None, terms: int = 1
 ) -> cpu.Groups:
     """Return ``struct groups`` of ``part``, which points into its tensors, ``bias`` and the struct of the part
     ``after`` it."""
     tensors, stated = part.tensors, part.stated
+    exact = exact or stated["coding"] != "int"
 
     def pointer(name: str) -> int | None:
         return tensors[name].data_ptr() if name in tensors else None
@@ -230,14 +232,14 @@ def described(
         *map(pointer, names), None if bias is None else bias.data_ptr(), pointer("table"), pointer("order"),
         None if after is None else ctypes.addressof(after), part.shape[1], part.padded, part.shape[0],
         stated["bits"], _CODINGS[stated["coding"]], stated["group"], stated["span"], stated["zero"], stated["most"],
-        cpu.TYPES[tensors["scales"].dtype], exact or stated["coding"] != "int",
+        cpu.TYPES[tensors["scales"].dtype], exact, 1 if exact else terms,
     )  # fmt: skip
 
 
-def _product(weight: QuantizedWeight, x: torch.Tensor, exact: bool) -> torch.Tensor:
+def _product(weight: QuantizedWeight, x: torch.Tensor, exact: bool, terms: int) -> torch.Tensor:
     """Return ``x @ weight.T``, in the type of ``x`` if ``exact``, else in float32."""
     if not exact and weight.coding == "int":
-        x = round_activations(x, weight)
+        x = round_activations(x, weight, terms)
     elif _has_triton(x.device.type):
         from common.kernels.triton.groups import multiply
 
@@ -256,9 +258,13 @@ def _has_triton(device: str) -> bool:
     return triton.unusable(device) is None
 
 
-def round_activations(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+def round_activations(x: torch.Tensor, weight: QuantizedWeight, terms: int = 1) -> torch.Tensor:
     """Return ``x`` [rows, in] rounded to 8 bits for an integer product with ``weight``, in float32: the largest
-    magnitude of a row's group becomes 127. A group has as many columns as one of the weight, but at least 32."""
+    magnitude of a row's group becomes 127. A group has as many columns as one of the weight, but at least 32. With two
+    ``terms``, what is left is rounded in the same way and added."""
+    if terms > 1:
+        first = round_activations(x, weight)
+        return first + round_activations(x.float() - first, weight, terms - 1)
     columns, size = x.shape[1], max(SMALLEST_GROUP, weight.group)
     order = None if weight.order is None else weight.order.long()
     values = functional.pad(x.float(), (0, -columns % weight.group))

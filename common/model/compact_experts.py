@@ -81,7 +81,7 @@ def _gated(layer: CompactLinear, activation: str) -> CompactLinear:
     """Return ``layer``, whose rows are those of a gate and of the values, with an ``activation``; it shares weights."""
     dtype, exact = layer.weight.dtype, layer.exact
     if len(layer.parts) == 1:
-        return CompactLinear(layer.parts[0], layer.bias, dtype, exact=exact[0], activation=activation)
+        return CompactLinear(layer.parts[0], layer.bias, dtype, exact=exact, activation=activation)
     return CompactLinear.joined(layer.parts, layer.biases, dtype, exact=exact, activation=activation)
 
 

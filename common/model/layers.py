@@ -183,7 +183,8 @@ def _can_join(linears: Sequence[Any]) -> bool:
     """Return whether our kernels can compute ``linears`` as one product, and fast: either all are compact, or none."""
     if all(type(linear) is CompactLinear for linear in linears):
         in_c = all(linear.address and linear.activation is None for linear in linears)
-        return in_c and sum(len(linear.parts) for linear in linears) <= MOST_PARTS
+        alike = len({linear.exact for linear in linears}) == 1
+        return in_c and alike and sum(len(linear.parts) for linear in linears) <= MOST_PARTS
     weights = [linear.weight for linear in linears if type(linear) is nn.Linear]
     if len(weights) < len(linears) or any(weight.device.type != "cpu" for weight in weights):
         return False
@@ -197,10 +198,10 @@ def _exact_products(layer: Any) -> Iterator[bool]:
         (parent, name, child)
         for parent in list(layer.modules())
         for name, child in list(parent.named_children())
-        if type(child) is CompactLinear and not all(child.exact)
+        if type(child) is CompactLinear and not child.exact
     ]
     for parent, name, child in found:
-        setattr(parent, name, child.made_exact())
+        setattr(parent, name, child.changed(exact=True))
     try:
         yield bool(found)
     finally:
@@ -218,8 +219,9 @@ def _joined(linears: Sequence[Any], activation: str | None = None) -> NativeLine
         return linears[0]
     parts = [part for linear in linears for part in linear.parts]
     biases = [bias for linear in linears for bias in linear.biases]
-    exact = [each for linear in linears for each in linear.exact]
-    return CompactLinear.joined(parts, biases, linears[0].weight.dtype, exact=exact, activation=activation)
+    terms = [each for linear in linears for each in linear.terms]
+    dtype, exact = linears[0].weight.dtype, linears[0].exact
+    return CompactLinear.joined(parts, biases, dtype, exact=exact, activation=activation, terms=terms)
 
 
 def _bias(linears: Sequence[Any]) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from common.model.compact import CompactEmbedding, CompactLinear, Part
 from common.model.compact_experts import CompactExperts, takes_compact
 from common.model.compact_shapes import Experts, fitting, fitting_experts
 from common.model.load import check_complete, quiet_transformers, unloadable
-from common.model.round_linears import keep_exact
+from common.model.round_linears import refine
 from common.quantization.cache import Entry, Packed, kept
 from common.quantization.panels import Panels
 from common.quantization.source import Lazy, Make, WeightSource
@@ -69,7 +69,7 @@ def load_compact(
     key: str = "",
 ) -> CompactModel:
     """Return the model on ``where``, in evaluation mode, calling our attention; what is not quantized is in ``dtype``.
-    Products are ``exact``, or integer where the format and the layer allow it. With a ``key``, which tells the contents
+    Products are ``exact``, or integer where the format allows it. With a ``key``, which tells the contents
     of the checkpoint's weights, packed matrices are mapped from a file (:mod:`common.quantization.cache`). StartError
     if it cannot be loaded."""
     how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
@@ -91,7 +91,7 @@ def load_compact(
     entries = _read(places) if packed is None else packed.entries
     formats = _fill(frozen.to(where), places, entries, DTYPES[dtype], exact, where)
     if not exact:
-        keep_exact(frozen)
+        refine(frozen)
     notes = source.notes if packed is None else [*packed.notes, SHARED]
     return CompactModel(frozen, formats, [*notes, *_remarks(places, info)])
 

@@ -1,5 +1,5 @@
 """Quantizes linear layers of a loaded model: those that were not read quantized, and those of ranks. Chooses the layers
-whose products stay exact."""
+of which activations are rounded more finely."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from common.quantization.weight import quantize
 
 OUTPUT_BITS: Literal[8] = 8
 """Bits of the output layer, whose logits need more precision."""
-VALUES = "v_proj"
-"""Name of value projections in transformers' models."""
+COARSE = ("gate_proj", "up_proj", "gate_up_proj")
+"""Names of the layers for which 8 bits per activation are enough: most of the work, and the least loss."""
 
 
 def round_to_groups(model: nn.Module, bits: Literal[4, 8], *, exact: bool) -> dict[str, int]:
     """Replace every plain linear layer that is no router by one whose weight has ``bits`` in groups of 64 columns, the
-    output layer's 8; return their number by format. Products with all are ``exact``, or with those that need it
-    (:func:`keep_exact`). Layers are replaced one by one, to keep the peak of memory low.
+    output layer's 8; return their number by format. Products are ``exact``, or integer with as many bits per
+    activation as :func:`refine` chooses. Layers are replaced one by one, to keep the peak of memory low.
 
     A rank that has some columns of a weight rounds its part alone.
     """
-    head = _output_layer(model)
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head.linear if isinstance(head, GatheredLinear) else head
     formats: dict[str, int] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -40,23 +41,17 @@ def round_to_groups(model: nn.Module, bits: Literal[4, 8], *, exact: bool) -> di
             del weight, child
             formats[name_of(width)] = formats.get(name_of(width), 0) + 1
     if not exact:
-        keep_exact(model)
+        refine(model)
     return formats
 
 
-def keep_exact(model: nn.Module) -> None:
-    """Make the products exact for which rounded activations cost most quality and least time: those with the output
-    layer and the value projections."""
-    head = _output_layer(model)
+def refine(model: nn.Module) -> None:
+    """Round activations to 16 bits rather than 8 (as the sum of two 8-bit numbers) in all integer products but those
+    with :data:`COARSE` layers and experts."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, CompactLinear) and (child is head or name == VALUES):
-                setattr(parent, name, child.made_exact())
-
-
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return head.linear if isinstance(head, GatheredLinear) else head
+            if isinstance(child, CompactLinear) and name not in COARSE:
+                setattr(parent, name, child.changed(exact=child.exact, terms=2))
 
 
 def _rounded(weight: torch.Tensor, bias: torch.Tensor | None, bits: Literal[4, 8], exact: bool) -> CompactLinear:

@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 12
+INTERFACE = 13
 """``tandem_interface`` of native.c: increased on both sides when the signature or meaning of a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -57,7 +57,7 @@ class Groups(ctypes.Structure):
         *((name, _P) for name in ("codes", "scales", "minima", "sub_scales", "sub_minima", "zeros")),
         *((name, _P) for name in ("bias", "table", "order", "next")),
         *((name, _I64) for name in ("in_features", "padded", "out")),
-        *((name, _I32) for name in ("bits", "coding", "group", "span", "zero", "most", "scale_type", "exact")),
+        *((name, _I32) for name in ("bits", "coding", "group", "span", "zero", "most", "scale_type", "exact", "terms")),
     )
 
 

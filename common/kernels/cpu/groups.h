@@ -6,8 +6,8 @@
  * summed dimension; of 4 bits, 4 in the low halves, and in the high halves the 4 that are half a group further.
  *
  * An *exact* product multiplies float32 activations by the values of codes. An *integer* product rounds activations to
- * int8 first, with a scale per row and group. In both, the sum of a group is multiplied by its scale and added to
- * those before it. The order of additions depends on the weight alone, so the result of a row depends neither on the
+ * int8 first, with a scale per row and group; with two terms, what is left is rounded to int8 once more, and the sums of
+ * both are added. In all, the sum of a group is multiplied by its scale and added to those before it. The order of additions depends on the weight alone, so the result of a row depends neither on the
  * number of rows nor on threads.
  */
 
@@ -32,6 +32,7 @@ struct groups { /* a weight, or one of several whose results follow each other i
     const struct groups *next;          /* the next part of the product, or NULL */
     int64_t in, padded, out;            /* padded: ``in`` in whole groups */
     int32_t bits, coding, group, span, zero, most, scale_type, exact;
+    int32_t terms; /* int8 numbers that an activation is rounded to the sum of: 1 or 2; 1 in an exact product */
 };
 
 /* How the codes of a panel are multiplied. */
@@ -43,7 +44,8 @@ struct group_sums { /* of one row and one group of the weight */
     float codes; /* sum of the codes */
 };
 
-struct group_input { /* packed rows: codes or float32 [width], then group_sums [groups] each */
+struct group_input { /* packed rows, those of all terms of a row follow each other: codes or float32 [width], then
+                        group_sums [groups] each */
     char *rows;
     long row_bytes, sums_at;
 };
@@ -62,7 +64,7 @@ struct group_product {
 
 struct group_kernels {
     const char *name;
-    void (*pack_row)(const struct groups *, const void *, long, enum type, char *, struct group_sums *);
+    void (*pack_row)(const struct groups *, const void *, long, enum type, const struct group_input *, char *);
     void (*panels)(const struct group_product *, long, long);
 };
 

@@ -3,8 +3,8 @@
 /* Whether two weights can be multiplied by the same packed rows. */
 static int same_input(const struct groups *a, const struct groups *b)
 {
-    return a->group == b->group && a->exact == b->exact && a->order == b->order && a->padded == b->padded &&
-           (!a->exact || !a->minima == !b->minima);
+    return a->group == b->group && a->exact == b->exact && a->terms == b->terms && a->order == b->order &&
+           a->padded == b->padded && (!a->exact || !a->minima == !b->minima);
 }
 
 /* Lay out packed rows for the parts of ``product``, one set for all that can share it; returns the bytes of a row of
@@ -23,7 +23,7 @@ static long layout_inputs(struct group_product *product, struct group_input *inp
         inputs[i].row_bytes = ROUND_UP(inputs[i].row_bytes, 64);
         inputs[i].row_bytes += inputs[i].row_bytes % PAGE ? 0 : 64; /* a cache keeps few rows whole pages apart */
         if (product->inputs[i] == inputs + i)
-            total += inputs[i].row_bytes;
+            total += inputs[i].row_bytes * weight->terms;
     }
     return total;
 }
@@ -32,17 +32,16 @@ static void pack_inputs(const struct group_product *product, const void *from, l
 {
     for (int i = 0; i < product->count; i++) {
         const struct group_input *input = product->inputs[i];
+        const long terms = product->parts[i]->terms;
         int packed = 0;
         for (int j = 0; j < i; j++)
             packed |= product->inputs[j] == input;
         if (packed)
             continue;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && product->rows >= MIN_INPUT_ROWS)
-        for (long r = 0; r < product->rows; r++) {
-            char *to = input->rows + r * input->row_bytes;
-            group_kernels->pack_row(product->parts[i], from, (first + r) * in_row, product->type, to,
-                                    (struct group_sums *)(to + input->sums_at));
-        }
+        for (long r = 0; r < product->rows; r++)
+            group_kernels->pack_row(product->parts[i], from, (first + r) * in_row, product->type, input,
+                                    input->rows + r * terms * input->row_bytes);
     }
 }
 
@@ -74,7 +73,7 @@ static int multiply_groups(const struct linear *linear, const void *from, void *
     for (int i = 0; i < product.count; i++)
         if (product.inputs[i] == inputs + i) {
             inputs[i].rows = memory;
-            memory += most * inputs[i].row_bytes;
+            memory += most * inputs[i].row_bytes * product.parts[i]->terms;
         }
     for (long first = 0; first < rows; first += most) {
         product.rows = rows - first < most ? rows - first : most;

@@ -44,41 +44,57 @@ INLINE float NAME(round_input)(const float *from, long count, int8_t *to)
     return scale;
 }
 
-INLINE void NAME(pack_typed)(const struct groups *weight, const void *from, long at, enum type type, char *to,
-                             struct group_sums *sums)
+/* Pack the activations ``some`` [each] from column ``first`` on, as floats or as codes, into a packed row. With
+ * several terms, ``some`` becomes what the codes leave of it. */
+INLINE void NAME(pack_some)(const struct groups *weight, long first, long each, float *some, char *row,
+                            struct group_sums *sums)
+{
+    const long group = weight->group;
+    int8_t *codes = (int8_t *)row + first;
+    float scale = 1;
+    if (weight->exact)
+        memcpy(row + first * sizeof(float), some, each * sizeof(float));
+    else
+        scale = NAME(round_input)(some, each, codes);
+    sums += first / group;
+    for (long k = 0; k < each && first + k < weight->padded; k += group, sums++) {
+        float total = 0;
+        int32_t whole = 0;
+        if (weight->exact && weight->minima)
+            for (long i = k; i < k + group; i++)
+                total += some[i];
+        if (!weight->exact)
+            for (long i = k; i < k + group; i++)
+                whole += codes[i];
+        *sums = (struct group_sums){scale, weight->exact ? total : scale * (float)whole, (float)whole};
+    }
+    if (weight->terms > 1)
+        for (long i = 0; i < each; i++)
+            some[i] -= scale * (float)codes[i];
+}
+
+INLINE void NAME(pack_typed)(const struct groups *weight, const void *from, long at, enum type type,
+                             const struct group_input *input, char *to)
 {
     const long group = weight->group, each = weight->exact || group > MIN_INPUT_GROUP ? group : MIN_INPUT_GROUP;
     float some[MAX_GROUP];
     for (long first = 0; first < weight->padded; first += each) {
-        int8_t *codes = (int8_t *)to + first;
         NAME(load_input)(weight, from, at, type, first, each, some);
-        float scale = 1;
-        if (weight->exact)
-            memcpy(to + first * sizeof(float), some, each * sizeof(float));
-        else
-            scale = NAME(round_input)(some, each, codes);
-        for (long k = 0; k < each && first + k < weight->padded; k += group, sums++) {
-            float total = 0;
-            int32_t whole = 0;
-            if (weight->exact && weight->minima)
-                for (long i = k; i < k + group; i++)
-                    total += some[i];
-            if (!weight->exact)
-                for (long i = k; i < k + group; i++)
-                    whole += codes[i];
-            *sums = (struct group_sums){scale, weight->exact ? total : scale * (float)whole, (float)whole};
+        for (int term = 0; term < weight->terms; term++) {
+            char *row = to + term * input->row_bytes;
+            NAME(pack_some)(weight, first, each, some, row, (struct group_sums *)(row + input->sums_at));
         }
     }
 }
 
-/* Pack the row that begins at element ``at`` of ``from``. */
-static void NAME(pack_row)(const struct groups *weight, const void *from, long at, enum type type, char *to,
-                           struct group_sums *sums)
+/* Pack the row that begins at element ``at`` of ``from``, all terms. */
+static void NAME(pack_row)(const struct groups *weight, const void *from, long at, enum type type,
+                           const struct group_input *input, char *to)
 {
     if (type == FLOAT32)
-        NAME(pack_typed)(weight, from, at, FLOAT32, to, sums);
+        NAME(pack_typed)(weight, from, at, FLOAT32, input, to);
     else
-        NAME(pack_typed)(weight, from, at, BFLOAT16, to, sums);
+        NAME(pack_typed)(weight, from, at, BFLOAT16, input, to);
 }
 
 /* -- scales -------------------------------------------------------------------------------------------------------- */
@@ -322,7 +338,7 @@ INLINE void NAME(group_tile_any)(int rows, const struct groups *weight, const st
     }
 }
 
-static void NAME(group_rows)(int rows, const struct groups *weight, const struct group_input *input, long row,
+static void NAME(packed_rows)(int rows, const struct groups *weight, const struct group_input *input, long row,
                              long panel, float *to)
 {
 #if LANES == 16
@@ -336,6 +352,25 @@ static void NAME(group_rows)(int rows, const struct groups *weight, const struct
         NAME(group_tile_any)(2, weight, input, row, panel, to);
     else
         NAME(group_tile_any)(1, weight, input, row, panel, to);
+}
+
+/* Write the products of ``rows`` rows (a power of two, at most TILE_ROWS), from ``row`` on, with a panel to ``to``
+ * [rows][PANEL]: the sums of the products of their terms. */
+static void NAME(group_rows)(int rows, const struct groups *weight, const struct group_input *input, long row,
+                             long panel, float *to)
+{
+    if (weight->terms == 1) {
+        NAME(packed_rows)(rows, weight, input, row, panel, to);
+        return;
+    }
+    float terms[2 * TILE_ROWS * PANEL];
+    for (int done = 0, some; done < 2 * rows; done += some) {
+        some = 2 * rows < TILE_ROWS ? 2 * rows : TILE_ROWS;
+        NAME(packed_rows)(some, weight, input, 2 * row + done, panel, terms + done * PANEL);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < PANEL; i++)
+            to[r * PANEL + i] = terms[2 * r * PANEL + i] + terms[(2 * r + 1) * PANEL + i];
 }
 
 /* -- all rows -------------------------------------------------------------------------------------------------------- */

@@ -17,7 +17,7 @@ from common.kernels import cpu
 from common.model.compact import CompactEmbedding, CompactLinear
 from common.model.layers import FusedLayer, fuse_layers
 from common.model.load import load_model
-from common.model.round_linears import keep_exact
+from common.model.round_linears import refine
 from common.quantization.weight import QuantizedWeight, quantize
 from tests.unit.common.kernels.test_layers import AT_ONCE, OPTIONS, chunk_beside_decode
 
@@ -60,7 +60,7 @@ def compacted(model: Any, dtype: torch.dtype, exact: bool, embedding: bool = Tru
 def load(path: Path, dtype: str, exact: bool) -> Any:
     model = compacted(load_model(open_checkpoint(str(path)), dtype), getattr(torch, dtype), exact)
     if not exact:
-        keep_exact(model)
+        refine(model)
     return model
 
 
@@ -77,9 +77,10 @@ def test_layers_of_several_formats_are_fused(
     for layer, part in zip(model.model.layers, alone, strict=True):
         assert isinstance(layer, FusedLayer) and isinstance(layer.qkv, CompactLinear)
         assert layer.qkv.parts[0] is part and len(layer.qkv.parts) == 3  # no copy of the weights
-        assert layer.qkv.exact == [exact, exact, True], "values are not multiplied by rounded activations"
-        assert layer.out.exact == [exact]
-    assert model.lm_head.exact == [True]
+        terms = 1 if exact else 2
+        assert layer.qkv.exact is exact and layer.qkv.terms == [terms] * 3
+        assert layer.down.terms == [terms] and layer.gate_up.terms == [1, 1]
+    assert model.lm_head.terms == [terms]
 
 
 def test_a_layer_with_some_plain_linears(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

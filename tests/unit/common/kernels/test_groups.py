@@ -80,10 +80,10 @@ def dequantized(weight: QuantizedWeight) -> torch.Tensor:
     return flat[:, : weight.shape[1]]
 
 
-def product(weight: QuantizedWeight, x: torch.Tensor, exact: bool) -> torch.Tensor:
+def product(weight: QuantizedWeight, x: torch.Tensor, exact: bool, terms: int = 1) -> torch.Tensor:
     """The product in float64, with the activations as the kernel rounds them."""
     if not exact and weight.coding == "int":
-        x = round_activations(x, weight)
+        x = round_activations(x, weight, terms)
     return x.double() @ dequantized(weight).t()
 
 
@@ -145,6 +145,33 @@ def test_the_largest_codes_do_not_overflow(variant: str, kind: str, sign: int) -
     x = torch.full((2, COLUMNS), float(sign))
     linear = CompactLinear(weight, None, torch.float32, exact=False)
     assert error(linear(x), x.double() @ dequantized(weight).t()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("e4m3", "table")])
+@pytest.mark.parametrize("rows", [1, 3, 8, 37])
+@pytest.mark.parametrize("group", [16, 64])
+def test_activations_in_16_bits(variant: str, kind: str, rows: int, group: int) -> None:
+    """Two terms are nearly exact, and a row's result depends on no other."""
+    weight, x = weight_of(kind, 33, group), some(rows, COLUMNS)
+    x[:, 5] *= 100  # the others of its group have few of the first 8 bits
+    linear = CompactLinear(weight, None, torch.float32, exact=False).changed(terms=2)
+    found = linear(x)
+    assert error(found, product(weight, x, False, terms=2)) < 2e-6
+    exact, coarse = product(weight, x, True), CompactLinear(weight, None, torch.float32, exact=False)(x)
+    assert error(found, exact) < 3e-4 and error(found, exact) < error(coarse, exact) / 20
+    assert torch.equal(torch.cat([linear(row[None]) for row in x]), found)
+
+
+@pytest.mark.parametrize("terms", [(1, 2), (2, 1), (2, 2)])
+def test_parts_with_8_and_16_bits_per_activation(variant: str, terms: tuple[int, int], threads: int) -> None:
+    """Joined products, and a gate and its values, have the bits of their parts alone."""
+    weights, x = [weight_of("minima", 32), weight_of("two levels", 32)], some(21, COLUMNS)
+    alone = [CompactLinear(weight, None, torch.float32, exact=False) for weight in weights]
+    parts = [layer.changed(terms=each)(x) for layer, each in zip(alone, terms, strict=True)]
+    joined = CompactLinear.joined(weights, [None] * 2, torch.float32, exact=False, terms=terms)
+    assert torch.equal(joined(x), torch.cat(parts, 1))
+    gated = CompactLinear.joined(weights, [None] * 2, torch.float32, exact=False, activation="silu", terms=terms)
+    assert error(gated(x), ACTIVATIONS["silu"](parts[0].double()) * parts[1]) < 1e-5
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
