@@ -27,7 +27,7 @@ from common.kv.gpu_budget import GpuShare
 from common.net.hosts import host_id
 from common.net.keys import ClusterKeys
 from common.net.messages import PROTOCOL, Hello
-from common.net.sockets import Channels, is_local, nearby
+from common.net.sockets import Channels, is_local, is_ours, nearby
 from common.platform import device, gpu, malloc, open_files, threads
 from common.platform.core_lease import MAX_CORES, CoreLease, Lending
 from common.platform.process_usage import process_usage
@@ -116,13 +116,13 @@ def build(
     importlib.import_module("llguidance")  # which the first grammar needs, perhaps in the middle of other streams
     status.report("warming up")
     step_times = engine.warm_up(partial(status.report, "warming up"))
-    address = f"tcp://{config.coordinator}"
+    address, coordinator_host = f"tcp://{config.coordinator}", config.coordinator.rpartition(":")[0]
     if is_local(config.host) and is_local(address):
         # As for our own sockets: other machines must not reach the ports that UCX and NCCL open.
         for name in ("UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     settings = WorkerSettings(
-        coordinator=nearby(address) if status.supervised() else address,
+        coordinator=nearby(address) if status.supervised() and is_ours(coordinator_host) else address,
         host_id=host_id(),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched_tokens,

@@ -36,7 +36,7 @@ CACHE_ENV = "TANDEM_CACHE"
 """Variable with the directory of :func:`common.checkpoint.cache_root.cache_root`, which is no option."""
 GROUPS = (
     "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "client", "chat",
-    "evaluation", "load", "workload", "systems", "results", "logs",
+    "evaluation", "load", "workload", "systems", "results", "logs", "ray",
 )  # fmt: skip
 """The groups of options, in the order in which they are shown."""
 
@@ -52,13 +52,15 @@ class OptionKind:
     raises ValueError.
 
     With ``between`` the flag takes several words, which are joined with ``between`` before parsing, and the YAML value
-    may be a list. In commands with a positional argument the flag takes one word and is repeated instead.
+    may be a list. In commands with a positional argument the flag takes one word and is repeated instead. ``bare`` is
+    the value of a flag that is given without one; None if it needs one.
     """
 
     metavar: str
     expects: str
     parse: Callable[[str], Any]
     between: str | None = None
+    bare: str | None = None
 
 
 def parse_number(text: str) -> int:
@@ -435,6 +437,8 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
             words: Any = {}
             if item.kind.between is not None:
                 words = {"nargs": "+"} if last else {"action": "append"}
+            elif item.kind.bare is not None:
+                words = {"nargs": "?", "const": item.kind.bare}
             group.add_argument(
                 *flags, dest=item.name, metavar=item.kind.metavar, default=argparse.SUPPRESS, help=text, **words
             )

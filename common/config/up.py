@@ -15,6 +15,7 @@ from common.config.options import (
     count,
     option,
 )
+from common.config.ray import RayOptions
 from common.config.serving import ServingOptions
 from common.config.shared import ClusterOptions, ModelOptions, ProcessOptions
 from common.config.worker import WorkerConfig
@@ -28,8 +29,9 @@ from common.net.messages import Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, ProcessOptions):
-    """``tandem up``: a coordinator and its workers on this machine. :meth:`pools` says how many workers."""
+class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, ProcessOptions, RayOptions):
+    """``tandem up``: a coordinator and its workers, on this machine or in a Ray cluster. :meth:`pools` says how many
+    workers."""
 
     control_host: str = option(
         "127.0.0.1",
@@ -90,7 +92,7 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
             )
         if is_loopback(self.control_host):
             return
-        if not self.cluster_key_file:
+        if not (self.cluster_key_file or self.ray):  # a Ray cluster hands keys to the workers of other machines
             raise StartError(
                 f"--control-host {self.control_host} needs --cluster-key-file",
                 "workers on other machines need a key file to join, and none is given",

@@ -25,6 +25,7 @@ import functools
 import itertools
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -95,6 +96,17 @@ def is_local(address: str) -> bool:
     """Return whether only processes of this host can reach ``address`` (a ZeroMQ endpoint or a host name)."""
     host = address.removeprefix("tcp://").rsplit(":", 1)[0] if "://" in address else address
     return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
+
+
+def is_ours(host: str) -> bool:
+    """Return whether ``host`` is an address of this machine (of its network namespace), or a name of one."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def nearby(address: str) -> str:

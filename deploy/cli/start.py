@@ -25,8 +25,12 @@ R = TypeVar("R", CoordinatorConfig, WorkerConfig)
 
 
 def up(config: UpConfig) -> int:
-    """Run a coordinator and workers on this machine until stopped. Returns the exit code."""
+    """Run a coordinator and workers, on this machine or in a Ray cluster, until stopped. Returns the exit code."""
     config.check_binds()
+    if config.ray:
+        from deploy.ray.up import run as run_in_ray
+
+        return run_in_ray(config)
     from deploy.launcher.supervisor import run
 
     return run(config)

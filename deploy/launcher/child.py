@@ -22,6 +22,7 @@ from common.net.keys import ClusterKeys
 from common.platform import gpu
 from common.platform.core_lease import Lending
 from deploy.launcher import cores, process, status
+from deploy.launcher.hosts import Running, Start
 from deploy.launcher.ipc import AbsenceReport, Launcher, serve
 from deploy.launcher.screen import Screen
 
@@ -37,6 +38,7 @@ class ChildProcess:
     same for all replacements. ``launcher``: serves the IPC requests of the child; for the coordinator only.
     ``on_absence``: called when the process has ended and is to be restarted, and when that is given up.
     ``visible_gpus``: CUDA_VISIBLE_DEVICES of the process and its replacements, as UUIDs; "" for the launcher's own.
+    ``start``: starts a process elsewhere than as a child of this process.
     """
 
     def __init__(
@@ -50,16 +52,17 @@ class ChildProcess:
         lending: Lending | None = None,
         on_absence: Callable[[AbsenceReport], None] | None = None,
         visible_gpus: str = "",
+        start: Start | None = None,
     ) -> None:
         self.label, self.config, self.share, self.visible_gpus = label, config, share, visible_gpus
-        self._keys, self._lending = keys, lending
+        self._keys, self._lending, self._start = keys, lending, start
         self._cores: Sequence[int] | None = None
         self._at_once = False
         self._launcher, self._on_absence = launcher, on_absence
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._screen = screen
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Running | None = None
         self._error: StartError | None = None
         self._hung: str | None = None
         self._ready = False
@@ -125,6 +128,8 @@ class ChildProcess:
         """Return whether the process is alive. Checks for an exit that asyncio has not reported yet."""
         if self._process is None or self._process.returncode is not None:
             return False
+        if self._start is not None:  # another machine's
+            return True
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         except ChildProcessError:  # asyncio's watcher has reaped it and is about to report it
@@ -166,7 +171,7 @@ class ChildProcess:
                 ours, theirs = socket.socketpair()
                 stack.enter_context(theirs)
                 workers = self._launcher.serving()
-            self._process, reports = await process.start(
+            self._process, reports = await (self._start or process.start)(
                 self.label, self.config, environment, theirs, workers, self._lending, self._at_once, self._keys
             )
         if self._leaving.is_set():  # asked to leave while the process was being started

@@ -64,9 +64,35 @@ async def start(
     """Start a child process and return it with the reading end of its status pipe. Its output is a pipe, with stderr
     merged into stdout. ``environment``: variables to add. ``ipc_socket``: the child's end of a socket pair for
     :mod:`deploy.launcher.ipc`. The other arguments are fields of :class:`ChildLaunch`."""
+    message = launch_message(config, workers, lending, at_once, keys)
+    return await spawn(label, message, {**os.environ, **environment}, ipc_socket, lending)
+
+
+def launch_message(
+    config: WorkerConfig | CoordinatorConfig,
+    workers: Mapping[WorkerName, int] | None = None,
+    lending: Lending | None = None,
+    at_once: bool = False,
+    keys: ClusterKeys | None = None,
+) -> bytes:
+    """Return what a child reads from standard input. It contains secrets."""
+    kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
+    launch = ChildLaunch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
+    return msgspec.json.encode(launch)
+
+
+async def spawn(
+    label: str,
+    message: bytes,
+    environment: Mapping[str, str],
+    ipc_socket: socket.socket | None = None,
+    lending: Lending | None = None,
+    cwd: str | None = None,
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    """Start a child process with the :func:`launch_message` ``message`` as :func:`start` does. ``environment``: all its
+    variables."""
     reading, writing = os.pipe()
     passed = (writing,) if ipc_socket is None else (writing, ipc_socket.fileno())
-    kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
     try:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "deploy.launcher.process", label, str(os.getpid()), *map(str, passed)),
@@ -76,7 +102,8 @@ async def start(
             limit=_MEBIBYTE,
             pass_fds=(*passed, *([lending.descriptor] if lending else ())),
             process_group=0,  # a terminal's Ctrl-C goes to the launcher alone
-            env={**os.environ, **environment},
+            env=dict(environment),
+            cwd=cwd,
         )
     except BaseException:
         os.close(reading)
@@ -84,8 +111,7 @@ async def start(
     finally:
         os.close(writing)
     assert child.stdin is not None
-    launch = ChildLaunch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
-    child.stdin.write(msgspec.json.encode(launch))
+    child.stdin.write(message)
     child.stdin.close()
     stream = asyncio.StreamReader(limit=_MEBIBYTE)
     pipe = os.fdopen(reading, "rb", 0)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from common.checkpoint.files import open_checkpoint
 from common.config.coordinator import CoordinatorConfig
 from common.config.up import UpConfig
 from common.core.errors import StartError
 from common.net.messages import Role
 from common.platform.gpu import Gpu
-from deploy.launcher import cores, fleet
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.children import Children, place_of, role_of
 from deploy.launcher.fleet import PlannedWorker
-from deploy.launcher.gpus import deal_ranks
+from deploy.launcher.hosts import Hosts
 from deploy.launcher.ipc import Pools
 from deploy.launcher.placement import CorePlacement
-from deploy.launcher.preflight import check_memory
 from deploy.launcher.screen import Screen, WorkerFacts
 
 LEAVE_GRACE_S = 5.0
@@ -47,9 +43,10 @@ class Scaling:
         screen: Screen,
         make_worker: Callable[[PlannedWorker, int], ChildProcess],
         why_not: Callable[[], str],
+        hosts: Hosts,
     ) -> None:
         self._config, self._children, self._placement, self._screen = config, children, placement, screen
-        self._make_worker, self._why_not = make_worker, why_not
+        self._make_worker, self._why_not, self._hosts = make_worker, why_not, hosts
         self.grown = asyncio.Event()
         """Set when a new worker is ready: from then on its failure concerns the supervisor."""
         self._changing = asyncio.Lock()
@@ -106,11 +103,12 @@ class Scaling:
                 child.send(signal.SIGKILL)
 
     async def _change(self, wanted: Mapping[Role, int]) -> Pools:
-        gpus, _ = await asyncio.to_thread(fleet.allowed_gpus, self._config)
+        gpus = await asyncio.to_thread(self._hosts.gpus)
         coming, leaving = self._difference(wanted, gpus)
-        await asyncio.to_thread(self._check_memory, coming, gpus)
+        places = [place_of(child, gpus) for child in coming]
+        await asyncio.to_thread(self._hosts.check, places, len(self._children.workers) + len(coming))
         self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
-        at_once = asyncio.Semaphore(os.cpu_count() or 1)  # each start uses a core
+        at_once = asyncio.Semaphore(self._hosts.starts_at_once)
 
         async def grow(child: ChildProcess) -> None:
             async with at_once:
@@ -147,22 +145,9 @@ class Scaling:
             leaving += pool[: max(0, len(pool) - count)]
         workers = self._children.workers
         staying = [child.share for child in workers if child not in leaving]
-        mine, quota = fleet.machine(self._config)
-        ranks = [self._config.ranks_of(role) for _, role in names]
-        shares = cores.deal_more(mine, staying, sum(ranks), quota, self._config.threads) if names else []
         pinned = [child.visible_gpus for child in workers if child.visible_gpus]
-        if names and pinned and not gpus:
-            todo = "look at nvidia-smi, and scale up when they are back"
-            raise StartError("there is no GPU for more workers", "this machine's are gone", todo)
-        places = deal_ranks(gpus, ranks, pinned)
-        coming = fleet.planned_workers(names, ranks, shares, places)
+        coming = self._hosts.plan(names, pinned, staying, gpus)
         return [self._make_worker(member, len(staying) + len(coming)) for member in coming], leaving
-
-    def _check_memory(self, coming: Sequence[ChildProcess], gpus: Sequence[Gpu]) -> None:
-        if coming:
-            config, workers = self._config, len(self._children.workers) + len(coming)
-            checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-            check_memory(checkpoint, config, workers, [place_of(child, gpus) for child in coming])
 
     async def _grow(self, child: ChildProcess) -> None:
         """Start a worker and wait until it is ready. Raises StartError and forgets it if it cannot start, or if a later
@@ -172,6 +157,7 @@ class Scaling:
         await asyncio.wait((keeper, child.facts), return_when=asyncio.FIRST_COMPLETED)
         if keeper.done() and not child.facts.done():
             self._children.forget(child)
+            self._hosts.release(child.label)
             await keeper
             raise StartError(
                 f"{child.label} did not start", "a later request to scale removed it", "look at GET /admin/workers"
@@ -191,4 +177,5 @@ class Scaling:
             child.send(signal.SIGKILL)
             await asyncio.wait((keeper,))
         self._children.forget(child)
+        self._hosts.release(child.label)
         self._screen.fact(f"{child.label} has stopped")

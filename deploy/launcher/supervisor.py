@@ -31,6 +31,7 @@ from deploy.launcher import builtin, cores
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.children import Children
 from deploy.launcher.fleet import PlannedWorker, allowed_gpus, plan
+from deploy.launcher.hosts import Hosts, ThisMachine
 from deploy.launcher.ipc import AbsenceReport, Pools
 from deploy.launcher.placement import CorePlacement
 from deploy.launcher.preflight import check_up
@@ -47,21 +48,27 @@ process group; if it includes make, make forwards the signal and it arrives twic
 
 def run(config: UpConfig) -> int:
     """Serve until stopped and return the exit code. Raises StartError if the system cannot start."""
+    gpus, why = allowed_gpus(config)
+    return serve(config, plan(config, gpus), [why] if why and not gpus else [])
+
+
+def serve(config: UpConfig, fleet: Sequence[PlannedWorker], facts: Sequence[str], hosts: Hosts | None = None) -> int:
+    """Serve with the workers ``fleet`` as :func:`run`. ``facts``: lines to show first. ``hosts``: where processes run,
+    else on this machine."""
     console = Console()
     if not console.is_terminal:
         setup_logging(config.log_level, config.log_format, "up", sys.stdout)
     screen: Screen = Terminal(console) if console.is_terminal else Lines()
     config, notice = builtin.with_model(config, os.environ)
-    gpus, why = allowed_gpus(config)
-    fleet = plan(config, gpus)
     remarks = list[str]()
-    with check_up(config, [member.place for member in fleet], remarks.append) as (config, chats):
+    places = [member.place for member in fleet] if hosts is None else []  # of this machine
+    with check_up(config, places, remarks.append) as (config, chats):
         origin = f" ({config.model})" if config.model != config.served_name else ""
         screen.begin(f"tandem: {config.served_name}{origin}", notice)
-        for fact in (*([why] if why and not gpus else []), *remarks):
+        for fact in (*facts, *remarks):
             screen.fact(fact)
         try:
-            return asyncio.run(Supervisor(config, fleet, screen, chats).run())
+            return asyncio.run(Supervisor(config, fleet, screen, chats, hosts).run())
         finally:
             screen.close()
 
@@ -78,8 +85,16 @@ class Supervisor:
     _children: Children
     _scaling: Scaling
 
-    def __init__(self, config: UpConfig, fleet: Sequence[PlannedWorker], screen: Screen, chats: bool = True) -> None:
-        """``chats``: whether the model has a chat template."""
+    def __init__(
+        self,
+        config: UpConfig,
+        fleet: Sequence[PlannedWorker],
+        screen: Screen,
+        chats: bool = True,
+        hosts: Hosts | None = None,
+    ) -> None:
+        """``chats``: whether the model has a chat template. ``hosts``: where processes run, else on this machine."""
+        self._hosts = hosts or ThisMachine(config)
         self._config, self._fleet, self._screen, self._chats = config, fleet, screen, chats
         colocated = any(member.role == "colocated" for member in fleet)
         self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
@@ -141,13 +156,25 @@ class Supervisor:
             expect_colocated=roles.count("colocated"),
         )
         coordinator = ChildProcess(
-            "coordinator", coordinator_config, cores.CoreShare(None, 0), self._screen, self._keys["coordinator"], self
+            "coordinator",
+            coordinator_config,
+            cores.CoreShare(None, 0),
+            self._screen,
+            self._keys["coordinator"],
+            self,
+            start=self._hosts.start,
         )
         workers = [self._make_worker(member, len(roles)) for member in self._fleet]
         self._placement.settle(coordinator, workers)
         self._children = Children(coordinator, workers)
         self._scaling = Scaling(
-            self._config, self._children, self._placement, self._screen, self._make_worker, self._why_not_scale
+            self._config,
+            self._children,
+            self._placement,
+            self._screen,
+            self._make_worker,
+            self._why_not_scale,
+            self._hosts,
         )
 
     def _make_worker(self, member: PlannedWorker, workers: int) -> ChildProcess:
@@ -165,7 +192,7 @@ class Supervisor:
         return ChildProcess(
             member.label, config, member.share, self._screen, self._keys[member.role],
             lending=self._placement.lending_of(member, config), on_absence=self._report_absence,
-            visible_gpus=member.place.visible,
+            visible_gpus=member.place.visible, start=self._hosts.start,
         )  # fmt: skip
 
     # -- serving ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""The nodes of a Ray cluster as :class:`deploy.launcher.hosts.Hosts`: placement groups, and the actors in them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.config.coordinator import CoordinatorConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
+from common.core.errors import StartError
+from common.core.ids import WorkerName
+from common.net.hosts import bracketed
+from common.net.keys import ClusterKeys
+from common.net.messages import Role
+from common.platform.core_lease import Lending
+from common.platform.gpu import Gpu
+from deploy.launcher.cores import CoreShare
+from deploy.launcher.fleet import PlannedWorker
+from deploy.launcher.gpus import Place
+from deploy.launcher.hosts import Start
+from deploy.launcher.process import launch_message
+from deploy.ray import placement
+from deploy.ray.actor import Launch, NodeFacts, version
+from deploy.ray.placement import Group
+from deploy.ray.remote import Actor, RemoteProcess
+from deploy.ray.session import Session
+
+MAX_LAUNCH_BYTES = 64 << 10
+"""Maximum size of a launch message with its variables. Ray puts arguments of 100 KiB and more into its object store,
+where other processes of the node can read them."""
+_PASSED_ON = ("HF_", "OTEL_", "TANDEM_CACHE")
+"""Prefixes of the variables of this process that the coordinator gets too; it runs on the same node."""
+
+
+class RayHosts:
+    """Places each worker, or pair of workers, in a placement group of its own."""
+
+    starts_at_once = 4096  # each on its own CPUs
+
+    def __init__(self, config: UpConfig, session: Session, on_gpus: bool) -> None:
+        self._config, self._session, self._on_gpus = config, session, on_gpus
+        self.start: Start | None = self._start
+        self._groups: dict[str, tuple[Group, Any]] = {}
+        """Of each worker its placement group, and Ray's handle of it, None until its first start."""
+        self._started: set[str] = set()
+        self._nodes: dict[str, str] = {}
+        """The node of each worker."""
+        self._placing: dict[str, asyncio.Future[None]] = {}
+        """Resolved when the worker has a node for the first time, or gets none."""
+
+    def gpus(self) -> list[Gpu]:
+        """Return no GPUs: Ray counts those of its nodes."""
+        return []
+
+    def plan(
+        self,
+        names: Sequence[tuple[str, Role]],
+        running: Sequence[str] = (),
+        staying: Sequence[CoreShare] = (),
+        gpus: Sequence[Gpu] = (),
+    ) -> list[PlannedWorker]:
+        """Return the workers called ``names``, paired as :func:`placement.groups`. The other arguments concern this
+        machine only."""
+        fresh = [name for name in names if name[0] not in self._groups]  # others' bundle is still there
+        for group in placement.groups(self._config, fresh, self._on_gpus):
+            self._groups |= dict.fromkeys(group.labels, (group, None))
+        share = CoreShare(None, self._config.threads or self._config.ray_cpus)
+        return [PlannedWorker(label, role, share, Place()) for label, role in names]
+
+    def check(self, places: Sequence[Place], workers: int) -> None:
+        """Check nothing: each worker checks the memory of its node."""
+
+    def release(self, label: str) -> None:
+        """Give up the place of a worker. A placement group is removed with the last worker of a pair."""
+        self._started.discard(label)
+        self._nodes.pop(label, None)
+        self._placing.pop(label, None)
+        group, _ = self._groups[label]
+        if any(other in self._placing for other in group.labels):
+            return
+        _, handle = self._groups[group.labels[0]]
+        for each in group.labels:
+            self._groups.pop(each, None)
+        if handle is not None:
+            self._session.remove_group(handle)
+
+    async def _start(
+        self,
+        label: str,
+        config: WorkerConfig | CoordinatorConfig,
+        environment: Mapping[str, str],
+        ipc_socket: socket.socket | None = None,
+        workers: Mapping[WorkerName, int] | None = None,
+        lending: Lending | None = None,
+        at_once: bool = False,
+        keys: ClusterKeys | None = None,
+        /,
+    ) -> tuple[RemoteProcess, asyncio.StreamReader]:
+        """Start a process in an actor. Returns at once; a lack of room for it is reported like a failed start."""
+        if isinstance(config, CoordinatorConfig):
+            message = launch_message(config, workers, None, False, keys)
+
+            async def place() -> tuple[Actor, Launch]:
+                passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+                launch = bounded(Launch(message, {**passed, **environment}, os.getcwd(), ipc_socket is not None))
+                return await self._session.actor_here(label, self._patience_s(label)), launch
+        else:
+            worker = config
+
+            async def place() -> tuple[Actor, Launch]:
+                actor, node = await self._placed(label)
+                own = self._on(node, worker)
+                return actor, bounded(Launch(launch_message(own, keys=keys), dict(environment)))
+
+        process = RemoteProcess(label, place, ipc_socket)
+        return process, process.reports
+
+    async def _placed(self, label: str) -> tuple[Actor, NodeFacts]:
+        """Return the actor of a worker on its node, once all workers that are being started have a node. Raises
+        StartError if there is no room at its first start; later it waits for some."""
+        patience_s = self._patience_s(label)
+        placing = self._placing.setdefault(label, asyncio.get_running_loop().create_future())
+        try:
+            group, handle = self._groups[label]
+            if handle is None:
+                handle = self._session.group(group)
+                self._groups |= dict.fromkeys(group.labels, (group, handle))
+            index = group.labels.index(label)
+            actor, node = await self._session.actor_in(handle, index, label, group.bundles[index], patience_s)
+            self._nodes[label] = node.id
+        finally:
+            if not placing.done():
+                placing.set_result(None)
+        try:
+            if node.version != version():
+                why = f"the node {node.address} has {node.version}, and this one {version()}"
+                raise StartError(f"{label} would run another version of Tandem", why, "install the same on every node")
+            await asyncio.gather(*map(asyncio.shield, self._placing.values()))
+        except BaseException:
+            actor.end()
+            raise
+        return actor, node
+
+    def _patience_s(self, label: str) -> float | None:
+        """Return how long to wait for room for a process: at its first start as configured, later without limit."""
+        if label in self._started:
+            return None
+        self._started.add(label)
+        return self._config.ray_timeout
+
+    def _on(self, node: NodeFacts, config: WorkerConfig) -> WorkerConfig:
+        """Return ``config`` for a worker on ``node``: the address at which it listens, its device, and the number of
+        workers among which the memory of the node is divided."""
+        beside = list(self._nodes.values()).count(node.id)
+        device = "cuda" if self._on_gpus else "cpu"
+        return replace(config, host=bracketed(node.address), device=device, workers_on_host=max(1, beside))
+
+
+def bounded(launch: Launch) -> Launch:
+    """Return ``launch``. Raises StartError if it is so large that Ray would not keep it in memory of two processes."""
+    size = len(launch.message) + sum(len(name) + len(value) for name, value in launch.environment.items())
+    if size > MAX_LAUNCH_BYTES:
+        why = f"it takes {size} bytes, and what is longer than {MAX_LAUNCH_BYTES} would be stored by Ray"
+        raise StartError("the configuration is too long for Ray", why, "give files instead of long texts")
+    return launch

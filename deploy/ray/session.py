@@ -1,0 +1,161 @@
+"""The connection to a Ray cluster. The only module that calls Ray, apart from the actor's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from common.core.errors import StartError, reason
+from deploy.ray.actor import Event, Launch, NodeFacts, ProcessActor
+from deploy.ray.placement import Bundle, Group, needed
+from deploy.ray.remote import ActorGone, ActorUnreachable
+
+_CALLS = 8
+"""Calls of an actor that run at the same time: a poll, a poll that was repeated, and short ones."""
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Session]:
+    """Connect to the Ray cluster at ``address`` within the block; at its end all that was made in the cluster is
+    removed. Raises StartError if Ray is not installed or the cluster cannot be used."""
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util.placement_group
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise StartError("--ray needs the package ray", reason(error), "pip install 'tandem[ray]'") from error
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
+        todo = "ray start --head on one machine and ray start --address on the others, then tandem up on one of them"
+        raise StartError(f"cannot use a Ray cluster {where}", reason(error), todo) from error
+    try:
+        yield Session(ray)
+    finally:
+        ray.shutdown()
+
+
+class Session:
+    """A connection to a Ray cluster. ``node_id`` and ``address`` are those of this machine's node."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self.node_id: str = ray.get_runtime_context().get_node_id()
+        self.address: str = ray.util.get_node_ip_address()
+        self._class = ray.remote(ProcessActor)
+
+    def resources(self) -> dict[str, float]:
+        """Return the resources of all nodes together."""
+        return dict(self._ray.cluster_resources())
+
+    def group(self, group: Group) -> Any:
+        """Return Ray's handle of a new placement group. Does not wait until there is room for it."""
+        bundles = [each.amounts() for each in group.bundles]
+        labels = [each.labels for each in group.bundles]
+        more: dict[str, Any] = {"bundle_label_selector": labels} if any(labels) else {}
+        try:
+            return self._ray.util.placement_group(bundles, strategy="PACK", **more)
+        except (TypeError, ValueError) as error:
+            asked = "; ".join(map(needed, group.bundles))
+            raise StartError(f"Ray refuses to place {asked}", reason(error), "correct --ray-labels") from error
+
+    def remove_group(self, handle: Any) -> None:
+        """Remove a placement group, and with it the actors that are still in it."""
+        self._ray.util.remove_placement_group(handle)
+
+    async def actor_in(
+        self, group: Any, index: int, label: str, bundle: Bundle, patience_s: float | None
+    ) -> tuple[RayActor, NodeFacts]:
+        """Return a new actor in the bundle ``index`` of a placement group, and its node. Raises StartError if there is
+        no room within ``patience_s`` seconds; None waits without limit."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        )
+        return await self._actor(label, bundle, strategy, patience_s)
+
+    async def actor_here(self, label: str, patience_s: float | None) -> RayActor:
+        """Return a new actor on this machine's node, which reserves a CPU if the node has any. Otherwise as
+        :meth:`actor_in`."""
+        here = next(node for node in self._ray.nodes() if node["NodeID"] == self.node_id)
+        bundle = Bundle(min(1, int(here["Resources"].get("CPU", 0))), 0, {}, {})
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node_id, soft=False)
+        return (await self._actor(label, bundle, strategy, patience_s))[0]
+
+    async def _actor(
+        self, label: str, bundle: Bundle, strategy: Any, patience_s: float | None
+    ) -> tuple[RayActor, NodeFacts]:
+        options = self._class.options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            resources=bundle.resources or None,
+            scheduling_strategy=strategy,
+            max_concurrency=_CALLS,
+            max_restarts=0,  # the launcher replaces it: a restarted actor would have no keys
+            enable_task_events=False,
+        )
+        actor = RayActor(self._ray, options.remote(label))
+        try:
+            async with asyncio.timeout(patience_s):
+                return actor, NodeFacts(*await actor.node())
+        except TimeoutError:
+            actor.end()
+            why = f"no node has had {needed(bundle)} free for {patience_s:g} s"
+            todo = "see ray status; add nodes, reserve less, or start fewer workers"
+            raise StartError(f"the Ray cluster has no room for {label}", why, todo) from None
+        except BaseException:
+            actor.end()
+            raise
+
+
+class RayActor:
+    """Calls of an actor. Each raises ActorGone or ActorUnreachable."""
+
+    def __init__(self, ray: Any, handle: Any) -> None:
+        self._ray, self._handle = ray, handle
+
+    async def node(self) -> NodeFacts:
+        """Return the node of the actor, as soon as it has one."""
+        return NodeFacts(*await self._call("node"))
+
+    async def start(self, launch: Launch) -> int:
+        """As :meth:`deploy.ray.actor.ProcessHost.start`."""
+        return int(await self._call("start", launch))
+
+    async def poll(self, seen: int) -> list[Event]:
+        """As :meth:`deploy.ray.actor.ProcessHost.poll`."""
+        return [Event(*event) for event in await self._call("poll", seen)]
+
+    async def write(self, data: bytes) -> None:
+        """As :meth:`deploy.ray.actor.ProcessHost.write`."""
+        await self._call("write", data)
+
+    async def signal(self, number: int) -> None:
+        """As :meth:`deploy.ray.actor.ProcessHost.signal`."""
+        await self._call("signal", number)
+
+    def end(self) -> None:
+        """End the actor and its process. Returns without waiting."""
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.kill(self._handle)
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await asyncio.wrap_future(getattr(self._handle, method).remote(*arguments).future())
+        except errors.ActorUnavailableError as error:
+            raise ActorUnreachable(reason(error)) from None
+        except errors.RayError as error:
+            raise ActorGone(_short(error)) from None
+
+
+def _short(error: Exception) -> str:
+    """Return the line of an error of Ray that says why, without the ids and counters around it."""
+    if (cause := getattr(error, "cause", None)) is not None:  # what the method raised
+        return f"{type(cause).__name__}: {cause}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "because" in line), lines[0] if lines else type(error).__name__)
