@@ -32,7 +32,7 @@ up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (A
 test: OPTIONS := --sample
 test: .cache/prometheus tests ## all checks and every kind of test, of large grids a fixed sample (minutes)
 
-test-all: .cache/triton-3.6.0 .cache/smollm2 .cache/prometheus tests ## all checks and all tests: whole grids and every simulated history
+test-all: .cache/triton-3.6.0 .cache/smollm2 .cache/prometheus .cache/ray/bin/ray tests ## all checks and all tests: whole grids and every simulated history
 
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses 6
@@ -194,6 +194,14 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$(.cache/lm-eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 	@.cache/lm-eval/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-compile 'lm-eval[api,hf]==0.4.13'
+
+# As for lm-eval: torch and the rest are those of $(VENV).
+.cache/ray/bin/ray: $(VENV)/.installed
+	@echo "installing Ray, in an environment of its own beside $(VENV)"
+	@$(BIN)/python -m venv .cache/ray
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$(.cache/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@.cache/ray/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-compile ray==2.60.0
 
 .cache/conformance/.installed: tests/conformance/requirements.txt $(BIN)/python
 .cache/conformance-pydantic-ai/.installed: tests/conformance/requirements-pydantic-ai.txt $(BIN)/python
