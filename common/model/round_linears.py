@@ -49,6 +49,8 @@ def refine(model: nn.Module) -> None:
     """Round activations to 16 bits rather than 8 (as the sum of two 8-bit numbers) in all integer products but those
     with :data:`COARSE` layers and experts."""
     for parent in list(model.modules()):
+        if isinstance(parent, nn.ModuleList):  # of experts
+            continue
         for name, child in list(parent.named_children()):
             if isinstance(child, CompactLinear) and name not in COARSE:
                 setattr(parent, name, child.changed(exact=child.exact, terms=2))
