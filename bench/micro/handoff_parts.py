@@ -237,7 +237,7 @@ def snapshot(live: int) -> float:
         planner=Planner(cache, max_tokens=512, max_sequences=64),
         step_times=StepTimeEstimator(),
         steps=SimpleNamespace(cores=None),
-        membership=SimpleNamespace(bad_messages=0, acted_on=9, snapshot=None),
+        membership=SimpleNamespace(bad_messages=0, acted_on=9, publish=lambda snapshot: None),
         handoff_counts=lambda: HandoffCounts(0, 0, 0, 0),
         holdings=lambda: there,
         draining_until=None,
