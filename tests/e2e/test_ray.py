@@ -58,6 +58,7 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     """A Ray cluster of three nodes: one for the coordinator, two with room for a pair of workers each."""
+    leaked_keys.watch(tmp_path / "nodes.log")
     with (tmp_path / "nodes.log").open("w") as log:
         running = subprocess.Popen(
             [PYTHON, "-m", "tests.e2e.ray_nodes"], cwd=ROOT, env=ENVIRONMENT, text=True,

@@ -28,6 +28,7 @@ from deploy.ray.actor import Event, Launch, NodeFacts, ProcessHost
 from deploy.ray.hosts import MAX_LAUNCH_BYTES, RayHosts, bounded
 from deploy.ray.placement import Bundle, Group
 from deploy.ray.remote import ActorGone, ActorUnreachable, RemoteProcess
+from tests.leaked_keys import new_key
 
 SERVING = """
 import os, signal, sys
@@ -276,8 +277,8 @@ def seen_by_others(pid: int) -> str:
 
 @pytest.mark.processes
 async def test_keys_reach_only_standard_input_of_the_process(child_program: None) -> None:
-    minted = keys.mint()
-    config = UpConfig(model="m", ray="auto", control_host="10.0.0.1", admin_api_key="the-admin-key-0123456789")
+    minted, admin_key = keys.mint(), new_key()
+    config = UpConfig(model="m", ray="auto", control_host="10.0.0.1", admin_api_key=admin_key)
     cluster = OneNode({"prefill-0": "a", "decode-0": "a", "decode-1": "b"})
     hosts = RayHosts(config, cluster, on_gpus=False)  # type: ignore[arg-type]
     fleet = hosts.plan([("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")])
@@ -293,7 +294,7 @@ async def test_keys_reach_only_standard_input_of_the_process(child_program: None
     keeping = [asyncio.create_task(child.keep()) for child in children]
     await asyncio.gather(*(child.facts for child in children))
     encoded = {role: base64.b64encode(pair.secret).decode() for role, pair in minted.items()}  # as in JSON
-    secrets = [*encoded.values(), *(pair.secret.decode() for pair in minted.values()), "the-admin-key-0123456789"]
+    secrets = [*encoded.values(), *(pair.secret.decode() for pair in minted.values()), admin_key]
     for label, actor in cluster.made.items():
         (launch,) = actor.launches
         sent = launch.message.decode()
