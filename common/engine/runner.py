@@ -358,7 +358,7 @@ class ModelEngine:
     @torch.inference_mode()
     def capture_graphs(self, calls: GraphCalls, captured: StepProgress = not_reported) -> None:
         """Run decode steps as CUDA graphs from now on, if the backend and the model allow it, and add a note on that.
-        ``captured`` is told the progress. Only before serving, after the checks."""
+        ``captured`` is called with the progress. Only before serving, after the checks."""
         graphs, note = self._capture.graphs(calls, captured)
         self.launch = None if graphs is None else graphs.launch
         self.notes.append(note)

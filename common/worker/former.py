@@ -42,7 +42,7 @@ MOST_FORMER = 4
 
 
 class FormerCoordinator:
-    """One such session. ``requests`` are the ids of the requests that the coordinator has placed here, as long as it is
+    """A session. ``requests`` are the ids of the requests that the coordinator has placed here, as long as it is
     connected: finished ones stay, since their tokens may be requested again. ``snapshot`` is what heartbeats to it
     report. Times in seconds."""
 

@@ -2,7 +2,7 @@
 
 Three kinds of events: ``system`` once per second, ``request`` when a request changes, ``worker`` when a worker does.
 All are made once for all listeners. A listener that does not read is sent nothing meanwhile: it misses snapshots, and
-of requests it gets the latest state later, so that what is kept for it is bounded. While nobody listens, only a sample
+of requests it gets the latest state later, so that what is kept for it is bounded. Without a listener, only a sample
 of the counters is taken every few seconds.
 """
 
@@ -56,7 +56,7 @@ class Sink(Protocol):
 
 
 class Listener:
-    """One listener: its connection, and what it is still to be sent. ``closed`` is done when the feed ends."""
+    """A listener: its connection and its unsent events. ``closed`` is done when the feed ends."""
 
     def __init__(self, sink: Sink, closed: asyncio.Future[None]) -> None:
         self._sink, self.closed = sink, closed

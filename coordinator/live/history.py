@@ -89,7 +89,7 @@ class History:
     def snapshot(self, now_s: float) -> Json:
         """Return ``rates`` of the last seconds, and the percentiles ``ttft_ms`` and ``itl_ms`` of the last minute."""
         now = self._counters(now_s)
-        while self._fresh and now_s - self._fresh[0].at_s > 2 * FRESH_S:  # nobody listened meanwhile
+        while self._fresh and now_s - self._fresh[0].at_s > 2 * FRESH_S:  # no listener was connected meanwhile
             self._fresh.popleft()
         since = self._fresh[0] if self._fresh else self._samples[-1] if self._samples else now
         self._fresh.append(now)

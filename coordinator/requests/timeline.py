@@ -123,7 +123,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to serve a request, from its place in the queue to its loss or the end of the request.
+    """An attempt to serve a request, from its place in the queue to its loss or the end of the request.
 
     ``queued_at``: when the span of the queue begins, for the first attempt once the prompt is tokenized;
     ``entered_at``: when the request is in the queue. ``prefill`` and ``decode`` are names of workers; without a

@@ -22,7 +22,7 @@ QUICK_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """One span of a request, in seconds of ``time.monotonic``; ``end`` is None while it lasts."""
+    """A span of a request, in seconds of ``time.monotonic``; ``end`` is None while it lasts."""
 
     name: str
     start: float

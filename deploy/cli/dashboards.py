@@ -25,7 +25,7 @@ RATE = "$__rate_interval"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One PromQL expression of a panel, and the legend of its series."""
+    """A PromQL expression of a panel, and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -33,7 +33,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. ``unit`` is one of Grafana's names; ``red`` the value from which a number is red."""
+    """A panel. ``unit`` is one of Grafana's names; ``red`` the value from which a number is red."""
 
     title: str
     about: str
@@ -50,7 +50,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One dashboard: the name of its file, which is also its address in Grafana, its title, and its panels."""
+    """A dashboard: the name of its file, which is also its address in Grafana, its title, and its panels."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""One result of a check, and how all of them are printed."""
+"""The result of a check, and how results are printed."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def is_clock_synchronised() -> bool | None:
 
 def clock(several_hosts: bool) -> Iterator[Finding]:
     """Yield whether this machine's clock is synchronised, which matters only where logs of several hosts are
-    compared: requests are timed by clocks that nobody sets."""
+    compared: requests are timed by monotonic clocks."""
     synchronised = is_clock_synchronised()
     if synchronised is False and several_hosts:
         yield warning("clock", "it is not synchronised: times in logs of several hosts differ", "run chrony or ntpd")

@@ -46,7 +46,7 @@ class RayHosts:
         self._config, self._session, self._on_gpus = config, session, on_gpus
         self.start: Start | None = self._start
         self._groups: dict[str, tuple[Group, Any]] = {}
-        """Of each worker its placement group, and Ray's handle of it, None until its first start."""
+        """The placement group of each worker and Ray's handle of it, None until its first start."""
         self._started: set[str] = set()
         self._nodes: dict[str, str] = {}
         """The node of each worker."""

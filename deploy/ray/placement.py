@@ -34,7 +34,7 @@ def needed(bundle: Bundle) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """One placement group: workers and their bundles, in the same order. Ray puts them on one node if one has room."""
+    """A placement group: workers and their bundles, in the same order. Ray puts them on one node if one has room."""
 
     labels: tuple[str, ...]
     bundles: tuple[Bundle, ...]
