@@ -155,7 +155,7 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     """Open the checkpoint in a local directory or of a hub id; raises StartError if it cannot be read or served."""
     path = hub.local_path(model)
     if not path.is_dir():
-        if path.is_file() and path.suffix.lower() == ".gguf":
+        if hub.is_gguf(path):
             return open_gguf_checkpoint(model, path, revision)
         if path.suffix.lower() == ".gguf":
             raise StartError(f"cannot open {model}", "there is no such GGUF file", "check the path")

@@ -25,6 +25,7 @@ LEFT_OUT = (
 )
 """Duplicates of the weights, in other layouts or of earlier steps of a training."""
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_GGUF = b"GGUF"
 _SHOWN = 20
 """Most names of files in an error."""
 _PREFERRED = (
@@ -47,10 +48,23 @@ def local_path(model: str) -> Path:
     return path
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether ``path`` is a file that is named as a GGUF file or, whatever its name, begins as one does."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(_GGUF)) == _GGUF
+    return False
+
+
 def check_id(model: str, path: Path) -> None:
-    """Raise StartError if ``model``, which is no directory (``path``), cannot be the id of a hub repository."""
+    """Raise StartError if ``model``, which is neither a directory nor a GGUF file (``path``), cannot be the id of a hub
+    repository."""
     if path.exists():
-        why, todo = "it is a file", "give the directory of a transformers checkpoint, or a hub id (owner/name)"
+        why = "it is a file, but no GGUF file"
+        todo = "give a GGUF file, the directory of a transformers checkpoint, or a hub id (owner/name)"
         raise StartError(f"cannot open {model}", why, todo)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         todo = "check the path, or give a hub id (owner/name)"

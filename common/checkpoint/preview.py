@@ -57,7 +57,7 @@ def preview(model: str, revision: str | None = None, trust_remote_code: bool = F
     """Open the checkpoint in a local directory, in a GGUF file or of a hub id as
     :func:`common.checkpoint.files.open_checkpoint` does, without downloading weights. Raises StartError alike."""
     path = hub.local_path(model)
-    if path.is_dir() or path.suffix.lower() == ".gguf":
+    if path.is_dir() or path.suffix.lower() == ".gguf" or hub.is_gguf(path):
         return _local(open_checkpoint(model, revision, trust_remote_code))
     name, tag = hub.split_tag(model)
     hub.check_id(name, path)

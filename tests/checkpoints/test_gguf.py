@@ -20,6 +20,7 @@ from common.checkpoint.files import open_checkpoint
 from common.checkpoint.gguf import GgufModel, open_gguf, shards_of
 from common.checkpoint.gguf_names import head_order, targets
 from common.checkpoint.gguf_rope import rope_parameters
+from common.checkpoint.preview import preview
 from common.config.up import UpConfig
 from common.core.errors import StartError
 from coordinator.text.tokenizer import TextModel
@@ -185,6 +186,16 @@ def test_the_fingerprint_is_of_content(checkpoint: Callable[[str], Path], tmp_pa
     data[-3] ^= 1
     file.write_bytes(data)
     assert open_checkpoint(str(file)).fingerprint != first.fingerprint
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Caches name files by their hash, without a suffix."""
+    path = gguf_of(checkpoint("llama"), tmp_path / "model.gguf")
+    named = open_checkpoint(str(path))
+    size, renamed = named.weight_bytes, path.rename(tmp_path / "sha256-0123")
+    found = open_checkpoint(str(renamed))
+    assert found.fingerprint == named.fingerprint and found.format == named.format
+    assert preview(str(renamed)).weight_bytes == size
 
 
 def test_shards_are_one_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def test_a_file_is_refused_without_asking_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, why in (
-        ("README.md", "it is a file"),
-        ("model.safetensors", "it is a file"),
+        ("README.md", "it is a file, but no GGUF file"),
+        ("model.safetensors", "it is a file, but no GGUF file"),
         ("x.gguf", "the GGUF file is damaged"),
     ):
         (tmp_path / name).write_text("")
