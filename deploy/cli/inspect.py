@@ -12,6 +12,7 @@ from common.config.inspect import InspectConfig
 from common.core.errors import StartError
 from common.kv.budget import human_bytes
 from deploy.launcher.inspection import Inspection, Memory, inspect
+from deploy.launcher.preflight import PROCESS_BYTES
 
 
 def run(config: InspectConfig) -> int:
@@ -75,7 +76,8 @@ def _memory(found: Inspection) -> Iterator[str]:
         yield f"{human_bytes(found.weight_bytes)} of weights; KV is known once the model is loaded"
         return
     per_token = human_bytes(found.kv_bytes_per_token)
-    yield f"of each worker: {human_bytes(found.weight_bytes)} of weights, {per_token} of KV per token"
+    weights, process = human_bytes(found.weight_bytes), human_bytes(PROCESS_BYTES)
+    yield f"of each worker: {weights} of weights, {per_token} of KV per token, {process} besides"
     yield from _table(found.memory)
     if found.weight_bytes > found.free_bytes:
         yield f"too little here: {human_bytes(found.free_bytes)} are free on {found.device}"
