@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,9 @@ from common.kv.budget import human_bytes
 from common.model.load_compact import not_taken
 from common.quantization.export import Progress, Written, write_rounded
 from common.quantization.rounded import open_rounded
+
+LINE_EVERY_S = 15.0
+"""Time between two lines of progress where there is no terminal."""
 
 
 def run(config: QuantizeConfig) -> int:
@@ -35,8 +40,9 @@ def run(config: QuantizeConfig) -> int:
     kept = not_taken(original, open_rounded(original, bits), config.trust_remote_code)
     written = write_rounded(original, out, bits, int(config.group), kept, _progress(original), config.symmetric)
     _write_card(out, config, original, written, "Not measured.")
+    left = f", {len(written.kept)} kept" if written.kept else ""
     print(
-        f"{sum(map(len, written.rounded.values()))} matrices in {bits} bits, {len(written.kept)} kept: "
+        f"{sum(map(len, written.rounded.values()))} matrices in {bits} bits{left}: "
         f"{human_bytes(written.before)} became {human_bytes(written.after)} in {config.output}"
     )
     if config.answers:
@@ -46,14 +52,23 @@ def run(config: QuantizeConfig) -> int:
     return 0
 
 
-def _progress(checkpoint: Checkpoint) -> Progress:
-    """Return a progress bar, or what shows nothing if standard error is no terminal."""
-    if not sys.stderr.isatty():
-        return lambda _: None
-    from tqdm import tqdm
+def _progress(checkpoint: Checkpoint, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a progress bar; if standard error is no terminal, a line every :data:`LINE_EVERY_S`."""
+    total, began = checkpoint.weight_bytes, clock()
+    if sys.stderr.isatty():
+        from tqdm import tqdm
 
-    bar = tqdm(desc="quantizing", total=checkpoint.weight_bytes, unit="B", unit_scale=True)
-    return lambda read: bar.update(read - bar.n)
+        bar = tqdm(desc="quantizing", total=total, unit="B", unit_scale=True)
+        return lambda read: bar.update(read - bar.n)
+    printed = began
+
+    def line(read: int) -> None:
+        nonlocal printed
+        if (now := clock()) - printed >= LINE_EVERY_S:
+            printed = now
+            print(f"quantized {human_bytes(read)} of {human_bytes(total)}", file=sys.stderr, flush=True)
+
+    return line
 
 
 def _quality(config: QuantizeConfig, original: Checkpoint, out: Path) -> str:
@@ -75,7 +90,8 @@ def quality_text(found: Agreement) -> str:
             f"| perplexity | {found.before:.4f} | {found.after:.4f} ({found.change:+.2%}) |",
             f"| same most likely token | 100.00% | {found.same_token:.2%} |",
             "",
-            f"On {found.tokens:,} tokens of {found.answers} reference answers of Tandem's golden set, {how};",
+            f"On {found.tokens:,} tokens of {found.answers} reference answers, taken evenly from all skills of the",
+            f"golden set in Tandem's repository (bench/eval/golden), {how};",
             "both models computed in float32, with the weights as they are stored.",
         )
     )
@@ -89,7 +105,7 @@ def _write_card(out: Path, config: QuantizeConfig, original: Checkpoint, written
         for size, modules in sorted(written.rounded.items(), reverse=True)
     ]
     if written.kept:
-        facts.append(f"- {len(written.kept)} matrices kept as they are: output layer, routers, what cannot be rounded")
+        facts.append(f"- matrices kept as they are (output layer, routers, others): {len(written.kept)}")
     facts.append(f"- {human_bytes(written.before)} of weights became {human_bytes(written.after)}")
     path = Path(config.model)
     name = path.resolve().name if path.exists() else config.model
@@ -100,7 +116,7 @@ def _write_card(out: Path, config: QuantizeConfig, original: Checkpoint, written
         "- compressed-tensors",
         "---",
         "",
-        f"# {name}, {config.bits} bits",
+        f"# {name}, quantized to {config.bits} bits",
         "",
         f"The linear layers of {name}{f', revision {original.revision},' if original.revision else ''} rounded to the",
         f"nearest without calibration by `tandem quantize` {metadata.version('tandem')}, and stored as",

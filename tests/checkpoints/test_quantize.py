@@ -20,6 +20,7 @@ from common.checkpoint.files import open_checkpoint
 from common.model import load
 from common.quantization import export
 from common.quantization.open import open_source
+from deploy.cli import quantize
 from deploy.cli.main import main as cli
 from tests.checkpoints.format_cases import HUB
 from tests.checkpoints.quantized_maker import LINEAR, quantized_hub
@@ -158,7 +159,7 @@ def test_rows_that_are_no_whole_groups_are_kept(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj.weight_packed" in tensors
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
-    assert "1 matrices kept" in (out / "README.md").read_text()
+    assert re.search(r"matrices kept as they are .*: 1$", (out / "README.md").read_text(), re.MULTILINE)
 
 
 def test_large_models_are_written_in_several_files(
@@ -198,8 +199,18 @@ def test_the_card_says_what_was_done(checkpoint: Callable[[str], Path], tmp_path
     down = sum("down_proj" in name for name in packed)
     assert f"- {len(packed) - down} matrices in 4 bits, with a zero per group, in groups of 64 columns" in card
     assert f"- {down} matrices in 4 bits, with a zero per group, in groups of 32 columns" in card  # 96 columns
-    assert "- 1 matrices kept as they are" in card and "\nNot measured.\n" in card
+    assert re.search(r"^- matrices kept as they are .*: 1$", card, re.MULTILINE) and "\nNot measured.\n" in card
     assert card.startswith("---\ntags:\n- compressed-tensors\n---\n")
+
+
+def test_progress_is_printed_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "LINE_EVERY_S", 0.0)
+    quantized(make_model("llama", tmp_path / "original"), tmp_path / "out")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quantized ")]
+    assert all(re.fullmatch(r"quantized [\d.]+ [KM]iB of [\d.]+ KiB", line) for line in lines)
+    assert len(set(lines)) > 1
 
 
 def test_matrices_of_other_layers_are_kept(
