@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from common.checkpoint.cache_root import configured_root
 from common.checkpoint.files import open_checkpoint
 from common.checkpoint.preview import preview
 from common.config.up import UpConfig
-from common.core.errors import StartError
+from common.core.errors import StartError, reason
 from common.kv.budget import human_bytes
 from common.net.hosts import is_loopback
 from common.net.http_client import HttpClient
@@ -200,10 +200,13 @@ def cache(config: UpConfig) -> Iterator[Finding]:
         return
     folder = configured_root()
     there = _existing(folder)
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(dir=there):  # permissions alone do not show what a file system refuses
+            pass
+    except OSError as error:
         yield warning(
             "cache",
-            f"{folder} cannot be written: quantized weights are packed again at every start",
+            f"{folder} cannot be written ({reason(error)}): quantized weights are packed again at every start",
             "set TANDEM_CACHE to a folder of yours",
         )
     else:

@@ -102,9 +102,10 @@ def test_where_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "new"))
     assert found(configuration.cache(config()))[0][0] == "good" and not (tmp_path / "new").exists()
     assert found(configuration.cache(config(weight_cache="none"))) == []
-    monkeypatch.setenv("TANDEM_CACHE", "/proc/1/nowhere")
-    monkeypatch.setattr(configuration.os, "access", lambda *_: False)
-    assert found(configuration.cache(config()))[0][0] == "warning"
+    (tmp_path / "file").touch()
+    for unusable in ("/proc/1/nowhere", str(tmp_path / "file"), str(tmp_path / "file" / "folder")):
+        monkeypatch.setenv("TANDEM_CACHE", unusable)
+        assert found(configuration.cache(config()))[0][0] == "warning", unusable
 
 
 @pytest.mark.parametrize(
