@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import http.client
 import logging
+import math
 import multiprocessing
 import socket
 import statistics
@@ -46,7 +47,7 @@ from common.config.coordinator import CoordinatorConfig
 from common.core.errors import StartError
 from common.net.http_client import HttpClient
 
-PLAIN = "plain"
+PLAIN, ALL = "plain", "all"
 SETTLE_S = 2.0
 """Time after the last token that is measured too, with every setting: the last traces are sent in it."""
 EVENTS, COUNT = "/admin/events", "/count"
@@ -67,8 +68,8 @@ SETTINGS = {
     PLAIN: Setting(),
     "traces": Setting(traces=True),
     "page": Setting(page=True),
-    "access lines": Setting(access=True),
-    "all three": Setting(traces=True, page=True, access=True),
+    "access-lines": Setting(access=True),
+    ALL: Setting(traces=True, page=True, access=True),
 }
 
 
@@ -202,27 +203,41 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int(each.read_text().split()[0]) for each in tasks) / 1e9
 
 
+def added(plain: Sequence[float], each: Sequence[float]) -> tuple[float, float]:
+    """Return the percentage by which the mean of ``each`` exceeds that of ``plain``, and its standard error, from the
+    differences within a round (0 for one round)."""
+    differences = [100 * (value - base) / statistics.fmean(plain) for value, base in zip(each, plain, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return statistics.fmean(differences), error
+
+
+def chosen(only: str | None) -> list[str]:
+    """Return PLAIN and the settings that ``only`` names, all without it. Raises StartError for an unknown name."""
+    names = [*SETTINGS] if only is None else [PLAIN, *(name.strip() for name in only.split(","))]
+    for name in names:
+        if name not in SETTINGS:
+            raise StartError(f"cannot measure {name!r}", "there is no such setting", f"--only {','.join(SETTINGS)}")
+    return list(dict.fromkeys(names))
+
+
 def run(config: BenchObservabilityConfig) -> int:
     """Print the CPU time per token with each setting, and what it is more than without any. Returns the exit code."""
+    names = chosen(config.only)
     model = config.model or str(builtin.path())
     ids = ordinary_ids(FileTokenizer(Path(model)))
     lengths = config.random_input_len, config.random_output_len
-    found: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    found: dict[str, list[float]] = {name: [] for name in names}
     with observed(model) as system:
-        system.us_per_token(SETTINGS["all three"], random_asks(ids, config.max_concurrency, *lengths, seed=0))  # warm
+        system.us_per_token(SETTINGS[ALL], random_asks(ids, config.max_concurrency, *lengths, seed=0))  # warm
         for number in range(config.rounds):
             asks = random_asks(ids, config.max_concurrency, *lengths, seed=number + 1)
-            first = number % len(SETTINGS)
-            for name in [*SETTINGS][first:] + [*SETTINGS][:first]:
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
                 found[name].append(system.us_per_token(SETTINGS[name], asks))
-    plain = found[PLAIN]
     print(f"{config.max_concurrency} streams of {config.random_output_len} tokens; CPU of the coordinator per token")
     for name, each in found.items():
-        shares = [100 * (value / base - 1) for value, base in zip(each, plain, strict=True)]
-        more = (
-            "" if name == PLAIN else f"  {statistics.median(shares):+.1f} % ({min(shares):+.1f} to {max(shares):+.1f})"
-        )
-        print(f"  {name:14} {statistics.median(each):7.2f} us{more}")
+        more = "" if name == PLAIN else "  {:+.1f} % ± {:.1f}".format(*added(found[PLAIN], each))
+        print(f"  {name:14} {statistics.fmean(each):7.2f} us{more}")
     print(results.provenance_line())
     if config.save:
         load = {"streams": config.max_concurrency, "input": config.random_input_len, "output": config.random_output_len}

@@ -22,12 +22,25 @@ def test_a_coordinator_is_measured_with_and_without_everything(checkpoint: Calla
     model = checkpoint("llama")
     asks = random_asks(ordinary_ids(FileTokenizer(model)), 6, 8, 20, seed=1)
     with observability.observed(str(model)) as system:
-        for name in ("all three", observability.PLAIN):
+        for name in (observability.ALL, observability.PLAIN):
             assert 0 < system.us_per_token(observability.SETTINGS[name], asks) < 1e6
         assert system.traced == 6
         system.traced += 1
         with pytest.raises(StartError, match="6 of 7 traces"):
-            system.us_per_token(observability.SETTINGS["access lines"], asks)
+            system.us_per_token(observability.SETTINGS["access-lines"], asks)
+
+
+def test_the_standard_error_is_that_of_differences_within_a_round() -> None:
+    assert observability.added([10.0, 20.0], [11.0, 21.0]) == pytest.approx((100 / 15, 0.0))
+    assert observability.added([10.0, 10.0], [10.0, 12.0]) == pytest.approx((10.0, 10.0))
+    assert observability.added([10.0], [12.0]) == pytest.approx((20.0, 0.0))
+
+
+def test_settings_are_chosen_by_name() -> None:
+    assert observability.chosen("all") == ["plain", "all"]
+    assert observability.chosen(None) == list(observability.SETTINGS)
+    with pytest.raises(StartError, match="no such setting"):
+        observability.chosen("all, pages")
 
 
 @pytest.mark.whole
