@@ -15,6 +15,7 @@ from rich.console import Console
 
 from common.config.chat import ChatConfig
 from common.core.errors import StartError
+from common.core.printable import printable, without_control
 from common.net.http_client import HttpClient, HttpError
 
 Messages = list[dict[str, str]]
@@ -80,7 +81,7 @@ class _Conversation:
             try:
                 self._answer(prompt, True)
             except HttpError as error:
-                self._console.print(f"[red]{error}[/]")
+                self._console.print(printable(str(error)), style="red", markup=False)
             except KeyboardInterrupt:
                 self._console.print("\n[dim]stopped[/]")
 
@@ -91,7 +92,7 @@ class _Conversation:
         said: list[str] = []
         started = time.perf_counter()
         moments: list[float] = []
-        reasons = False
+        reasons, terminal = False, sys.stdout.isatty()
         chunks = self._server.chat({"model": self._model, "messages": asked, **self._settings})
         try:
             for chunk in chunks:
@@ -101,12 +102,12 @@ class _Conversation:
                     text = delta.get("content") or ""
                     if figures and (thought := delta.get("reasoning_content")):
                         reasons = True
-                        self._console.print(thought, style="dim", end="", markup=False, soft_wrap=True)
+                        self._console.print(without_control(thought), style="dim", end="", markup=False, soft_wrap=True)
                     if text and reasons:
                         reasons = False
                         sys.stdout.write("\n\n")
                     said.append(text)
-                    sys.stdout.write(text)
+                    sys.stdout.write(without_control(text) if terminal else text)
                     sys.stdout.flush()
         finally:
             chunks.close()  # type: ignore[attr-defined]  # a generator; closing it closes the connection

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.config.check import Problem, check_file
 from common.core.errors import StartError
+from common.core.printable import printable
 from deploy.cli.commands import COMMANDS, load_config
 
 
@@ -19,7 +20,7 @@ def run(path: Path, command: str) -> int:
         found += _together(path, command)
     for each in found:
         place = f"{path}:{each.line}" if each.line else f"{path}"
-        print(f"{place}: {'' if each.is_error else 'note: '}{_printable(each.text)}")
+        print(f"{place}: {'' if each.is_error else 'note: '}{printable(each.text)}")
     wrong = sum(each.is_error for each in found)
     if not wrong:
         print(f"{path}: no errors" + (f"; tandem {command} accepts it" if command else ""))
@@ -36,7 +37,3 @@ def _together(path: Path, command: str) -> list[Problem]:
     except StartError as error:
         return [Problem(0, f"{error.what}: {error.why}; {error.todo}")]
     return []
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)

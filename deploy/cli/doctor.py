@@ -11,6 +11,7 @@ from rich.console import Console
 
 from common.config.doctor import DoctorConfig
 from common.core.errors import StartError
+from common.core.printable import printable
 from deploy.cli.main import version
 from deploy.doctor.all import checks, gpus_of
 from deploy.doctor.finding import Finding, as_json, lines, refused
@@ -32,7 +33,7 @@ def run(config: DoctorConfig) -> int:
         print(json.dumps(_summary(found) | {"findings": as_json(found), "workload": advice.figures}))
     else:
         for line in lines(made()):
-            print("".join(char if char.isprintable() else "?" for char in line), flush=True)
+            print(printable(line), flush=True)
         counts = _summary(found)
         print(f"\n{counts['bad']} bad, {counts['warnings']} warnings, {counts['good']} good")
     return 1 if any(each.level == "bad" for each in found) else 0

@@ -10,6 +10,7 @@ from common.builtin import NAME, path, smollm2
 from common.checkpoint.preview import preview
 from common.config.inspect import InspectConfig
 from common.core.errors import StartError
+from common.core.printable import printable
 from common.kv.budget import human_bytes
 from deploy.launcher.inspection import Inspection, Memory, inspect
 from deploy.launcher.preflight import PROCESS_BYTES
@@ -32,7 +33,7 @@ def run(config: InspectConfig) -> int:
         print(json.dumps({"served": True, **asdict(found)}))
         return 0
     for line in lines(found):
-        print("".join(char if char.isprintable() else "?" for char in line))
+        print(printable(line))
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from common.config.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
 from common.config.redaction import without_login
 from common.core.errors import StartError
+from common.core.printable import printable
 from deploy.cli.commands import CHECK_HELP, COMMANDS, CONFIG_HELP, FAMILIES, Command, load_config
 
 MAX_LINE = 300
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_error(error: StartError) -> None:
     """Print what failed, why, and what to do, one line each, to standard error."""
     for label, text in (("error", error.what), ("  why", error.why), ("   do", error.todo)):
-        line = " ".join(text.split())
+        line = printable(" ".join(text.split()))  # a server's words may be among them
         print(f"{label}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + ' ...'}", file=sys.stderr)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.config.status import StatusConfig
+from common.core.printable import printable
 from common.kv.budget import human_bytes
 from common.net.http_client import shown
 from deploy.running_system import Answers, ask, link_text, pairs
@@ -26,7 +27,7 @@ def run(config: StatusConfig) -> int:
         print(json.dumps({"ready": not answers.not_ready, "model": answers.model, **answers._asdict()}))
     else:
         for line in lines(config.url, answers):
-            print("".join(char if char.isprintable() else "?" for char in line))
+            print(printable(line))
     return 1 if answers.absent or answers.not_ready else 0
 
 

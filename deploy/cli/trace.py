@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from common.config.trace import TraceConfig
 from common.core.errors import StartError, reason
+from common.core.printable import printable
 from common.net.http_client import HttpClient, HttpError, shown
 
 MIN_BAR, MAX_BAR = 16, 60
@@ -41,7 +42,7 @@ def run(config: TraceConfig, request_id: str | None = None) -> int:
     signs = UNICODE if encodes else ASCII
     width = shutil.get_terminal_size((100, 24)).columns
     for line in table(body["requests"]) if request_id is None else waterfall(body, width, signs):
-        print("".join(char if char.isprintable() else "?" for char in line))
+        print(printable(line))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
+from common.core.printable import printable
 from deploy.top.state import Json, State, objects
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -289,8 +290,7 @@ def _figure(value: object) -> str:
 
 def _word(value: object) -> str:
     """Return a text of the server as it may be shown: without control characters, which could drive the terminal."""
-    text = "" if value is None else str(value)
-    return "".join(char if char.isprintable() else "?" for char in text[:300])
+    return "" if value is None else printable(str(value)[:300])
 
 
 def plain_text(lines: Iterable[Text]) -> str:

@@ -19,9 +19,13 @@ DELTAS = (
     {"content": "Yes"},
     {"content": "."},
 )
+EVIL = "\x1b]0;x\x07\x9b2J"
+"""Sequences that would set the title of a terminal and clear it."""
 
 
 class _Server:
+    deltas: tuple[dict[str, Any], ...] = DELTAS
+
     def __init__(self, *_: object) -> None:
         self.asked: list[Any] = []
 
@@ -30,7 +34,7 @@ class _Server:
 
     def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.asked.append(body["messages"])
-        for delta in DELTAS:
+        for delta in self.deltas:
             yield {"choices": [{"delta": delta}]}
 
 
@@ -43,3 +47,19 @@ def test_reasoning_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, termi
     monkeypatch.setenv("TERM", "dumb")
     assert chat.run(ChatConfig(), "Is it?") == 0
     assert out.getvalue().startswith(shown)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_model_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """A pipe gets every byte: it may be a file."""
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(_Server, "deltas", ({"reasoning_content": EVIL}, {"content": f"a\tb\n{EVIL}"}))
+    monkeypatch.setattr(chat, "HttpClient", _Server)
+    monkeypatch.setenv("TERM", "dumb")
+    assert chat.run(ChatConfig(), "Is it?") == 0
+    shown = out.getvalue()
+    assert "a\tb\n" in shown
+    assert (EVIL in shown) == (not terminal)
+    assert any(char in shown for char in "\x1b\x07\x9b") == (not terminal)

@@ -353,6 +353,12 @@ def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) < 400
 
 
+def test_errors_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """The words may be those of a server, or of a file."""
+    cli.print_error(StartError("what", "\x1b]0;x\x07\x9b2J", "\x1b[31m"))
+    assert capsys.readouterr().err.splitlines() == ["error: what", "  why: ?]0;x??2J", "   do: ?[31m"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
