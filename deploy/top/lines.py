@@ -22,7 +22,9 @@ WIDE, SHORT_ID = 140, 12
 """Characters of a line in which whole ids of requests have room, and of an id on a smaller terminal."""
 MOST_LINKS, MOST_CHANGES = 6, 4
 """Most lines of these sections on a terminal; a snapshot shows all."""
-KEYS = "q quit   space pause   1 requests   2 links   3 workers' changes   0 all"
+WORKERS_SHARE = 0.5
+"""Share of the height that workers leave to other sections, if those have as much to show."""
+KEYS = "q quit   space pause   1 requests   2 links   3 workers' changes   4 workers   0 all"
 _DIM, _HEAD, _GOOD, _WARN, _BAD = "dim", "bold", "green", "yellow", "red"
 _STATES = {
     "ready": _GOOD, "draining": _WARN, "joining": _WARN, "absent": _BAD,
@@ -44,21 +46,26 @@ class Size:
 
 def view(state: State, size: Size, focus: str = "0", plain: bool = False) -> list[Text]:
     """Return the lines of the view, at most as many as fit. ``focus``: the key of the section that gets the height that
-    is left. ``plain``: only ASCII characters."""
+    is left, or all of it (workers). ``plain``: only ASCII characters."""
     head = [*_head(state, size), *_figures(state), *_charts(state, size, plain), Text()]
-    workers = [*_workers(state, size, plain), Text()]
+    workers = list(_workers(state, plain))
     links, changes, requests = list(_links(state)), list(_changes(state)), list(_requests(state, size))
     if size.height is None:
-        sections = [head, workers, links, changes, requests]
+        sections = [head, [*workers, Text()], links, changes, requests]
         lines = [line for section in sections for line in section]
     else:
         foot = [Text(KEYS, _DIM)]
         room = max(0, size.height - len(head) - len(foot))
-        shown = [_cut(workers, room, "workers")]
-        room -= len(shown[0])
-        by_key = {"1": requests, "2": links, "3": changes}
-        limits = [(by_key[focus], room)] if focus in by_key else []
-        limits += [(links, MOST_LINKS + 2), (changes, MOST_CHANGES + 2), (requests, room)] if not limits else []
+        others = {"1": [requests], "2": [links], "3": [changes], "4": []}.get(focus, [links, changes, requests])
+        kept = min(sum(map(len, others)), int(room * WORKERS_SHARE))
+        most = max(0, room - kept - 1)
+        if len(workers) > most:
+            workers = list(_workers(state, plain, trouble_first=True))
+        shown = [[*_cut(workers, most, "workers"), Text()]]
+        room = max(0, room - len(shown[0]))
+        limits = [(section, room) for section in others]
+        if len(others) > 1:
+            limits = [(links, MOST_LINKS + 2), (changes, MOST_CHANGES + 2), (requests, room)]
         for section, most in limits:
             shown.append(_cut(section, min(room, most), "more"))
             room -= len(shown[-1])
@@ -149,9 +156,11 @@ def chart(values: Sequence[float], plain: bool) -> str:
 # -- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _workers(state: State, size: Size, plain: bool) -> Iterator[Text]:
-    rows: list[Row] = [(("worker", "role", "state", "device", "batch", "waiting", "KV blocks", ""), _HEAD)]
-    for each in state.workers:
+def _workers(state: State, plain: bool, trouble_first: bool = False) -> Iterator[Text]:
+    """Yield a line for each worker. ``trouble_first``: absent ones and those that are not ready come first, so that
+    they are seen even if not all lines are."""
+    rows: list[Row] = []
+    for each in sorted(state.workers, key=lambda each: trouble_first and each.get("state") == "ready"):
         blocks = _object(each.get("kv_blocks"))
         bar, share = block_bar(blocks, plain), _share(blocks)
         late = _number(each.get("heard_ms"))
@@ -163,8 +172,10 @@ def _workers(state: State, size: Size, plain: bool) -> Iterator[Text]:
         again = each.get("restart_in_s")
         later = f", again in {_number(again):.0f} s" if again is not None else ""
         why = f"{_word(each.get('why'))}{later}"
-        rows.append(((_word(each.get("id")), "", "absent", "", "", "", why, ""), _BAD))
-    yield from _table(rows, state_column=2)
+        absent = (_word(each.get("id")), "", "absent", "", "", "", why, ""), _BAD
+        rows.insert(0 if trouble_first else len(rows), absent)
+    head = ("worker", "role", "state", "device", "batch", "waiting", "KV blocks", ""), _HEAD
+    yield from _table([head, *rows], state_column=2)
 
 
 def block_bar(blocks: Json, plain: bool) -> str:

@@ -26,7 +26,7 @@ from deploy.top.state import State
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _BEGIN, _END = "\x1b[?2026h\x1b[H", "\x1b[J\x1b[?2026l"
 """Around a frame: draw it as a whole, from the top left; clear what is below it."""
-FOCUS = "0123"
+FOCUS = "01234"
 LEAST_S = 0.2
 """Least time between two frames, in which events are gathered."""
 

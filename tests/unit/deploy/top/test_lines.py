@@ -38,7 +38,7 @@ def test_a_snapshot_shows_every_section() -> None:
 
 @pytest.mark.parametrize("width", [1, 20, 80, 300])
 @pytest.mark.parametrize("height", [1, 2, 5, 12, 24, 200])
-@pytest.mark.parametrize("focus", "0123")
+@pytest.mark.parametrize("focus", "01234")
 def test_a_view_has_the_size_of_the_terminal(width: int, height: int, focus: str) -> None:
     links = [
         {"from": f"prefill-{at}", "to": "decode-0", "transport": "zmq", "mb_s": 1.0, "ms": 1.0} for at in range(30)
@@ -65,6 +65,22 @@ def test_one_section_can_have_the_height() -> None:
     found = state(*(request(f"r-{at}") for at in range(90)), worker_events=[CHANGE] * 20)
     assert "transport" not in text(found, Size(120, 30), "3") and "silent" in text(found, Size(120, 30), "3")
     assert "silent" not in text(found, Size(120, 30), "1") and "transport" in text(found, Size(120, 30), "2")
+
+
+def test_many_workers_leave_room_for_requests_and_show_those_in_trouble() -> None:
+    workers = [worker(f"decode-{at}", state="draining" if at == 58 else "ready") for at in range(60)]
+    gone = {"id": "decode-60", "why": "exited", "restart_in_s": 2.0}
+    found = state(*(request(f"r-{at}") for at in range(90)), workers=workers, absent=[gone], worker_events=[CHANGE])
+    for focus in "01":
+        lines = text(found, Size(120, 30), focus).splitlines()
+        assert sum(line.startswith("r-") for line in lines) >= 4, "the last requests"
+        (cut,) = (line for line in lines if line.startswith("… ") and line.endswith(" workers"))
+        shown = [line.split()[0] for line in lines if line.startswith("decode-") and "CPU" not in line]
+        assert shown[:3] == ["decode-60", "decode-58", "decode-0"], "trouble first"
+        assert int(cut.split()[1]) == 61 - len(shown)
+    lines = text(found, Size(120, 30), "4").splitlines()
+    assert sum(line.startswith("decode-") for line in lines) > 20 and not any(line.startswith("r-") for line in lines)
+    assert sum(line.startswith("decode-") for line in text(found, Size(120, 200)).splitlines()) == 61, "all fit"
 
 
 def test_what_the_server_sends_cannot_drive_the_terminal() -> None:
