@@ -26,7 +26,7 @@ def check_file(path: Path, commands: Mapping[str, type[Any]], command: str = "")
     """Return the problems of a file, by line. ``commands`` are the configurations of all commands by name. A file may
     be shared among commands, so a value is wrong if any command that has the option refuses it; with ``command``, if
     that one does, and options that it does not have are reported, too. Raises StartError if the file is not YAML."""
-    document = read_document(path)
+    document = read_document(path, "--check")
     known = _known(commands)
     found = [*_twice(document, known), *_open_to_others(document, known)]
     for name, line, node in document.items():

@@ -53,5 +53,6 @@ class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOpt
         """Raise StartError if a socket would be open to other machines without keys and this is not explicitly allowed.
         ``keys`` are those that a launcher gave this process, instead of a file."""
         self._check_http()
+        self._check_ports(self.control_host)
         keys = keys or self.keys_of("coordinator")
         check_cluster(self.control_host, "--control-host", self.insecure_cluster or keys is not None)

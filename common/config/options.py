@@ -519,7 +519,7 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
     ``everything`` maps the name of each option to whether it is secret. A file that sets a secret one must not be
     readable by other users. No error shows contents of the file, which may be secret.
     """
-    document = read_document(path)
+    document = read_document(path, f"--config or {_CONFIG_ENV}")
     values = {name: document.value(value) for name, _, value in document.items()}
     if secret := next((key for key, value in values.items() if everything.get(key) and value is not None), None):
         secret_files.check(document.status, path, secret)
@@ -561,8 +561,9 @@ def _not_yaml(path: Path, why: str) -> StartError:
     return StartError(f"{path} is not YAML", why, "correct the file")
 
 
-def read_document(path: Path) -> YamlOptions:
-    """Read a YAML file that is a mapping, or empty. Raises StartError, without contents of the file."""
+def read_document(path: Path, given_by: str) -> YamlOptions:
+    """Read a YAML file that is a mapping, or empty. ``given_by``: the flag that names it. Raises StartError, without
+    contents of the file."""
     import yaml  # here, so that only commands with a file pay for the import
 
     try:
@@ -571,7 +572,7 @@ def read_document(path: Path) -> YamlOptions:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {secret_files.shown(path)}"
-        raise StartError(what, reason(error), f"correct --config or {_CONFIG_ENV}") from None
+        raise StartError(what, reason(error), f"correct {given_by}") from None
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

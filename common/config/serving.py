@@ -25,7 +25,7 @@ from common.config.options import (
 from common.config.shared import DEFAULT_CONTROL_PORT
 from common.config.telemetry import TelemetryOptions
 from common.core.errors import StartError
-from common.net.hosts import is_loopback
+from common.net.hosts import is_loopback, is_unspecified
 from common.platform.secret_files import read_secret
 
 FLAG_KEY_NAME = "api-key"
@@ -189,6 +189,13 @@ class ServingOptions(TelemetryOptions):
             )
         if self.metrics_access == "key" and not (self.api_keys() or self.admin_api_key):
             raise StartError("--metrics-access key needs a key", "there is none", "set --api-key or --api-key-file")
+
+    def _check_ports(self, control_host: str) -> None:
+        together = self.host == control_host or is_unspecified(self.host) or is_unspecified(control_host)
+        if together and self.port == self.control_port != 0:
+            raise StartError(
+                f"--port and --control-port are both {self.port}", "each needs its own", "change one of the two"
+            )
 
 
 def _keys_in(path: Path) -> list[tuple[str, str]]:

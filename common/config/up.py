@@ -83,6 +83,7 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
         not explicitly allowed. The processes always have keys, so ``insecure_cluster`` matters only for what keys
         cannot protect (UCX, NCCL)."""
         self._check_http()
+        self._check_ports(self.control_host)
         if self.kv_transport in PLAIN_TRANSPORTS and not (self.insecure_cluster and is_loopback(self.control_host)):
             raise StartError(
                 f"--kv-transport {self.kv_transport} is not protected by keys",

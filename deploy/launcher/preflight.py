@@ -46,10 +46,6 @@ def check_up(config: UpConfig, places: Sequence[Place], say: Callable[[str], obj
     chats = check_text(checkpoint, config)
     for remark in checkpoint.remarks():
         say(remark)
-    if config.port == config.control_port != 0:
-        raise StartError(
-            f"--port and --control-port are both {config.port}", "each needs its own", "change one of the two"
-        )
     wanted = {"--port": (config.host, config.port), "--control-port": (config.control_host, config.control_port)}
     claimed = dict[str, int]()
     with contextlib.ExitStack() as stack:

@@ -66,6 +66,10 @@ def test_a_command_refuses_what_is_wrong_together(tmp_path: Path, capsys: pytest
     path.write_text("host: 0.0.0.0\n")
     code, lines = checked(capsys, path, "coordinator")
     assert code == 1 and "will not listen on 0.0.0.0 without a key" in lines[0]
+    path.write_text("port: 8001\ncontrol-port: 8001\n")
+    for command in "up", "coordinator":
+        code, lines = checked(capsys, path, command)
+        assert code == 1 and lines[0].startswith("--port and --control-port are both 8001")
     key = tmp_path / "absent.key"
     path.write_text(f"cluster-key-file: {key}\n")
     code, lines = checked(capsys, path, "decode")
@@ -99,7 +103,8 @@ def test_what_is_not_a_file_of_options(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["config", "--check", str(path)]) == 1
         assert why in capsys.readouterr().err
     assert main(["config", "--check", str(tmp_path / "none.yaml")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "No such file" in said and "correct --check" in said
 
 
 @pytest.mark.parametrize("words", ["--check", "--check --port", "--check=f bench", "--check=f up x"])
