@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.browser.chromium import PHONE, needs_chromium, open_page, overflow
-from tests.browser.stand_in import Json, StandIn, chunk, worker_row
+from tests.browser.stand_in import Json, StandIn, chunk, tail, worker_row
 from tests.pace import scaled
 
 pytestmark = [needs_chromium, pytest.mark.whole, pytest.mark.processes]
@@ -136,6 +136,36 @@ async def test_a_tool_call_and_its_result(stand_in: StandIn) -> None:
         assert result == {"role": "tool", "tool_call_id": "call-1", "content": "rain, 7 degrees"}
 
 
+async def test_a_conversation_goes_on_without_the_result_of_a_call(stand_in: StandIn) -> None:
+    """Every call that is sent has a result, also one without an answer; one that was cut off is not sent."""
+    calls = [
+        {"index": at, "id": f"call-{at}", "type": "function", "function": {"name": f"tool_{at}", "arguments": "{}"}}
+        for at in range(2)
+    ]
+    stand_in.answers.append([chunk(tool_calls=calls), chunk(finish="tool_calls"), "[DONE]"])
+    stand_in.answers.append([chunk("Well."), chunk(tool_calls=calls[:1]), chunk(finish="length"), "[DONE]"])
+    stand_in.answers.append([chunk("Fine."), chunk(finish="stop"), "[DONE]"])
+    async with open_page(stand_in.url) as page:
+        await page.fill("#prompt", "Do both")
+        await page.press("#prompt", "Enter")
+        await page.locator(".call textarea").first.fill("done")
+        await page.locator(".call button").first.click()
+        assert len(stand_in.bodies) == 1, "it waits for the other result"
+        await page.fill("#prompt", "Never mind")
+        await page.press("#prompt", "Enter")
+        await expect(page.locator(".turn.assistant .text").last).to_have_text("Well.")
+        await expect(page.locator(".call .result").nth(1)).to_have_text("no result was given")
+        await expect(page.locator(".call button")).to_have_count(0)
+        await page.fill("#prompt", "Thanks")
+        await page.press("#prompt", "Enter")
+        await expect(page.locator(".turn.assistant .text").last).to_have_text("Fine.")
+        *_, first, second, asked, cut, last = stand_in.bodies[2]["messages"]
+        assert (first["tool_call_id"], first["content"]) == ("call-0", "done")
+        assert second["tool_call_id"] == "call-1" and "was not made" in second["content"]
+        assert (asked["content"], last["content"]) == ("Never mind", "Thanks")
+        assert cut == {"role": "assistant", "content": "Well."}
+
+
 @pytest.mark.parametrize("secure", [True, False])
 async def test_a_request_is_copied_as_curl_without_its_key(stand_in: StandIn, secure: bool) -> None:
     """Browsers have the clipboard's interface only for secure pages; without it the older way is taken."""
@@ -147,6 +177,7 @@ async def test_a_request_is_copied_as_curl_without_its_key(stand_in: StandIn, se
         await page.click(".hello button")
         await page.fill("#client-key", "the-key")
         await page.click("dialog button[type=submit]")
+        await expect(page.locator("dialog")).to_have_count(0)  # until then only the dialog takes text
         await page.fill("#prompt", "It's me")
         await page.click(".curl")
         await expect(page.locator(".toast").last).to_have_text("The request copied")
@@ -253,6 +284,23 @@ async def test_blocks_links_and_a_worker_that_is_lost(stand_in: StandIn) -> None
         stand_in.absent = []
         await expect(decode).to_have_attribute("data-state", "ready")
         await expect(page.locator(".log li")).to_contain_text("lost")
+
+
+async def test_a_value_without_neighbours_is_seen_in_a_chart(stand_in: StandIn) -> None:
+    """The first request of an idle server is one: of the rows around it none has a latency."""
+    now = time.time()
+    latencies = [None, None, 40.0, None, 30.0, 20.0]
+    stand_in.history = [
+        {"t": now - 5 * (len(latencies) - at), "output_tokens_s": 1.0, "prompt_tokens_s": 1.0, "ttft_ms": tail(each),
+         "itl_ms": None, "running": 0, "waiting": 0}
+        for at, each in enumerate(latencies)
+    ]  # fmt: skip
+    async with open_page(stand_in.url, "system") as page:
+        chart = page.locator(".chart", has_text="Time to first token")
+        lone = chart.locator("path.lone.p99")
+        await expect(lone).to_have_attribute("d", re.compile(r"^M[\d.]+ [\d.]+h0\.01$"))
+        assert float(await lone.evaluate("(path) => parseFloat(getComputedStyle(path).strokeWidth)")) >= 4
+        assert (await chart.locator("path.line.p99").get_attribute("d")).count("L") == 1
 
 
 async def test_a_gpu_in_trouble_and_a_pair_that_is_avoided(stand_in: StandIn) -> None:

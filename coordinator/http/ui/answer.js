@@ -156,6 +156,12 @@ class Call {
       given(input.value);
     });
     this.node.append(row);
+    this.row = row;
+  }
+
+  /** Take the field for the result away: the conversation goes on without it. */
+  skip() {
+    this.row.replaceChildren(h("span", { class: "muted" }, "no result was given"));
   }
 }
 
@@ -251,9 +257,14 @@ export class Answer {
     setText(this.problem, words);
   }
 
+  /** The calls that can be answered: none of an answer that was cut off, whose arguments may be too. */
+  wholeCalls() {
+    return this.finish === "tool_calls" || this.finish === "stop" ? this.calls.filter((call) => call.id) : [];
+  }
+
   /** The message for the next request, null if there was none. */
   message() {
-    const calls = this.calls.filter((call) => call.id);
+    const calls = this.wholeCalls();
     if (!this.text.value && !calls.length) return null;
     const message = { role: "assistant", content: this.text.value || null };
     if (calls.length) message.tool_calls = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));

@@ -19,6 +19,7 @@ export class Chart {
   constructor({ title, series, format }) {
     Object.assign(this, { title, series, format, rows: [], end: 0, at: null });
     this.lines = series.map(({ tone }) => svg("path", { class: `line ${tone}` }));
+    this.dots = series.map(({ tone }) => svg("path", { class: `lone ${tone}` }));
     this.areas = series.length === 1 ? [svg("path", { class: `area ${series[0].tone}` })] : [];
     this.cursor = svg("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
     const grid = [0, 0.5, 1].map((share) => {
@@ -37,7 +38,7 @@ export class Chart {
         onblur: () => this._move(null),
         onkeydown: (event) => this._key(event),
       },
-      grid, this.areas, this.lines, this.cursor,
+      grid, this.areas, this.lines, this.dots, this.cursor,
     );
     this.values = series.map(() => h("b"));
     this.when = h("span", { class: "when" });
@@ -60,8 +61,9 @@ export class Chart {
     setText(this.top, most > 0 ? this.format(top) : "");
     setText(this.half, most > 0 ? this.format(top / 2) : "");
     this.series.forEach(({ value }, index) => {
-      const { line, area } = this._trace(value, top);
+      const { line, area, dots } = this._trace(value, top);
       setAttribute(this.lines[index], "d", line);
+      setAttribute(this.dots[index], "d", dots);
       if (this.areas[index]) setAttribute(this.areas[index], "d", area);
     });
     this._label();
@@ -74,11 +76,13 @@ export class Chart {
   _trace(value, top) {
     let line = "";
     let area = "";
+    let dots = "";
+    let point = "";
     let begun = null;
     let before = null;
     const close = () => {
       if (begun !== null) area += `L${before} ${HEIGHT}L${begun} ${HEIGHT}Z`;
-      if (begun !== null && begun === before) line += "h0.01"; // a value alone is a dot
+      if (begun !== null && begun === before) dots += `M${point}h0.01`; // a value alone
       begun = null;
     };
     let last = -Infinity;
@@ -88,14 +92,14 @@ export class Chart {
       if (found === null || found === undefined) continue;
       last = row.t;
       const x = this._x(row).toFixed(1);
-      const point = `${x} ${(HEIGHT - 1 - (HEIGHT - 2) * Math.min(1, found / top)).toFixed(1)}`;
+      point = `${x} ${(HEIGHT - 1 - (HEIGHT - 2) * Math.min(1, found / top)).toFixed(1)}`;
       line += (begun === null ? "M" : "L") + point;
       area += (begun === null ? "M" : "L") + point;
       begun ??= x;
       before = x;
     }
     close();
-    return { line, area };
+    return { line, area, dots };
   }
 
   _label() {

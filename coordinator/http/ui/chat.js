@@ -13,6 +13,7 @@ export class ChatView {
     this.messages = [];
     this.turns = []; // {node, from}: `from` is the number of messages before the turn
     this.running = null;
+    this.pending = null; // tool calls that wait for results: {calls, results}, results by id
     this.arrived = []; // chunks that are not drawn yet
     this.drawing = false;
     this.model = null;
@@ -91,6 +92,7 @@ export class ChatView {
     if (this.running) return;
     const last = this.turns.findLast((turn) => turn.answer);
     if (!last) return;
+    this.pending = null;
     this.turns.splice(this.turns.indexOf(last)).forEach(({ node }) => node.remove());
     this.messages.length = last.from;
     this._ask(null);
@@ -100,6 +102,7 @@ export class ChatView {
     this.stop();
     this.messages = [];
     this.turns = [];
+    this.pending = null;
     this.log.replaceChildren();
     setText(this.problem, "");
     this.drawEmpty();
@@ -114,13 +117,16 @@ export class ChatView {
   _ask(message) {
     let body;
     setText(this.problem, "");
+    const added = [...this._results(), ...(message ? [message] : [])];
     try {
-      body = this._body(message ? [...this.messages, message] : this.messages);
+      body = this._body([...this.messages, ...added]);
     } catch (error) {
       setText(this.problem, error.message);
       return false;
     }
-    if (message) this._add(message);
+    for (const call of this.pending?.calls ?? []) if (!this.pending.results.has(call.id)) call.skip();
+    this.pending = null;
+    for (const each of added) this._add(each);
     this._run(body);
     return true;
   }
@@ -209,19 +215,21 @@ export class ChatView {
     const message = answer.message();
     if (!message) return;
     this.messages.push(message);
-    const calls = answer.calls.filter((call) => call.id);
-    if (answer.finish !== "tool_calls" && answer.finish !== "stop") return;
-    let missing = calls.length;
-    const results = new Map();
+    const calls = answer.wholeCalls();
+    if (!calls.length) return;
+    const pending = (this.pending = { calls, results: new Map() });
     for (const call of calls) {
       call.ask((text) => {
-        results.set(call.id, text);
-        missing -= 1;
-        if (missing) return;
-        for (const { id } of calls) this.messages.push({ role: "tool", tool_call_id: id, content: results.get(id) });
-        this._ask(null);
+        pending.results.set(call.id, text);
+        if (pending.results.size === calls.length && this.pending === pending) this._ask(null);
       });
     }
+  }
+
+  /** The messages with the results of the last tool calls; each call has one, since models and servers want it so. */
+  _results() {
+    const { calls, results } = this.pending ?? { calls: [] };
+    return calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: results.get(id) ?? "No result: the call was not made." }));
   }
 
   _buttons() {
@@ -264,7 +272,8 @@ export class ChatView {
     let body;
     try {
       const text = this.input.value.trim();
-      body = this._body(text ? [...this.messages, { role: "user", content: text }] : this.messages);
+      const messages = [...this.messages, ...this._results()];
+      body = this._body(text ? [...messages, { role: "user", content: text }] : messages);
     } catch (error) {
       setText(this.problem, error.message);
       return;
