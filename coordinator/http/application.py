@@ -48,9 +48,14 @@ def make_app(services: Services) -> web.Application:
     cors = Cors(config.allowed_origins or ())
     if cors.allows_all and not config.api_keys():
         log.warning("any web page in a browser that can reach this server may use it: set --api-key")
+
+    def responded(endpoint: str, status: int) -> None:
+        services.metrics.responded(endpoint, status)
+        services.feed.responded(endpoint, status)
+
     left = RateLimitedLog(logging.INFO, "%d more clients disconnected before they were answered: %s")
     app = web.Application(
-        middlewares=[guard(config, cors, left, services.sampler, services.metrics.responded, services.refused)],
+        middlewares=[guard(config, cors, left, services.sampler, responded, services.refused)],
         client_max_size=config.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)

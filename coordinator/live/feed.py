@@ -26,6 +26,7 @@ from coordinator.requests.errors import shutting_down
 from coordinator.requests.spec import Json
 from coordinator.requests.timeline import Event, Timeline
 from coordinator.requests.waterfall import shown
+from coordinator.telemetry.attributes import GENERATING
 
 MAX_LISTENERS = 16
 SYSTEM_S = 1.0
@@ -40,6 +41,8 @@ MAX_UNREAD_BYTES = 128 << 10
 MAX_ENCODED = 64
 """Most encoded states of requests that are kept for other listeners."""
 RETRY_S = 5.0
+OVERLOADED = frozenset((429, 503))
+"""Statuses of requests that are refused because the system cannot serve them now."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -108,6 +111,11 @@ class Feed:
         for listener in self._listeners:
             if not listener.closed.done():
                 listener.closed.set_result(None)
+
+    def responded(self, endpoint: str, status: int) -> None:
+        """Note an HTTP response; ``endpoint`` is the path pattern of its route."""
+        if status in OVERLOADED and endpoint in GENERATING:
+            self._history.refused()
 
     def check_room(self) -> None:
         """Raise RequestError 429 if there are as many listeners as are served, 503 if the server stops."""

@@ -37,6 +37,7 @@ class Counters(NamedTuple):
     requests: int
     prompt_tokens: int
     output_tokens: int
+    refusals: int
     intervals: Buckets
 
 
@@ -51,7 +52,7 @@ class History:
 
     def __init__(self, output_tokens: Callable[[], int], intervals: Callable[[], Buckets]) -> None:
         self._output_tokens, self._intervals = output_tokens, intervals
-        self._requests = self._prompt_tokens = 0
+        self._requests = self._prompt_tokens = self._refusals = 0
         self._first_tokens: deque[_FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)
         self._samples: deque[Counters] = deque(maxlen=int(WINDOW_S / ROW_S) + 1)
         self._fresh: deque[Counters] = deque(maxlen=int(FRESH_S))
@@ -67,6 +68,10 @@ class History:
             first_at_s = timeline.attempts[-1].first_token_at
             if first_at_s is not None:
                 self._first_tokens.append(_FirstToken(first_at_s, first_at_s - timeline.arrived_at))
+
+    def refused(self) -> None:
+        """Count a request that was refused because of overload. It may have a timeline too: one that waited."""
+        self._refusals += 1
 
     def sample(self, now_s: float, now_unix_s: float, running: int, waiting: int) -> Json | None:
         """Add a row and return it; None if there was no sample before. Must be called every ROW_S seconds. ``running``,
@@ -101,7 +106,8 @@ class History:
         }
 
     def _counters(self, now_s: float) -> Counters:
-        return Counters(now_s, self._requests, self._prompt_tokens, self._output_tokens(), self._intervals())
+        counts = self._requests, self._prompt_tokens, self._output_tokens(), self._refusals
+        return Counters(now_s, *counts, self._intervals())
 
     def _first_token_ms(self, since_s: float) -> Json | None:
         """Return percentiles of the times to first token since a time, in milliseconds; None if there is none."""
@@ -116,6 +122,7 @@ def _rates(before: Counters, now: Counters) -> Json:
     seconds = max(now.at_s - before.at_s, 1e-9)
     return {
         "requests_s": round((now.requests - before.requests) / seconds, 3),
+        "refused_s": round((now.refusals - before.refusals) / seconds, 3),
         "prompt_tokens_s": round((now.prompt_tokens - before.prompt_tokens) / seconds, 3),
         "output_tokens_s": round((now.output_tokens - before.output_tokens) / seconds, 3),
     }

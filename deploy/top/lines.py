@@ -124,6 +124,8 @@ def _figures(state: State) -> Iterator[Text]:
         ("queued", queue.get("requests"), f" ({_figure(queue.get('tokens'))} tokens)"),
     ):
         line.append(f"{name} ", _DIM).append(f"{_figure(value)}{unit}   ")
+    if _number(rates.get("refused_s")) > 0:
+        line.append(f"refused {_figure(rates['refused_s'])}/s", _BAD)
     yield line
     line = Text()
     for name, key in (("TTFT", "ttft_ms"), ("between tokens", "itl_ms")):

@@ -286,6 +286,16 @@ async def test_blocks_links_and_a_worker_that_is_lost(stand_in: StandIn) -> None
         await expect(page.locator(".log li")).to_contain_text("lost")
 
 
+async def test_refused_requests_are_shown(stand_in: StandIn) -> None:
+    async with open_page(stand_in.url, "system") as page:
+        tile = page.locator(".tile", has_text="Requests")
+        await expect(tile).to_contain_text("4 running")
+        await expect(tile).not_to_contain_text("refused")
+        stand_in.rates["refused_s"] = 2.5
+        stand_in.push()
+        await expect(tile.locator(".bad")).to_have_text(" · 2.50/s refused")
+
+
 async def test_a_value_without_neighbours_is_seen_in_a_chart(stand_in: StandIn) -> None:
     """The first request of an idle server is one: of the rows around it none has a latency."""
     now = time.time()

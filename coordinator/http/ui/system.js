@@ -18,13 +18,16 @@ const RANK = new Map(ROLES.map(([role], index) => [role, index]));
 class Tile {
   constructor(label, unit) {
     this.value = h("b", {}, NONE);
-    this.more = h("small");
-    this.node = h("div", { class: "tile" }, h("span", { class: "label" }, label), h("span", { class: "value" }, this.value, unit ? h("i", {}, unit) : null), this.more);
+    this.more = h("span");
+    this.bad = h("b", { class: "bad" });
+    this.node = h("div", { class: "tile" }, h("span", { class: "label" }, label), h("span", { class: "value" }, this.value, unit ? h("i", {}, unit) : null), h("small", {}, this.more, this.bad));
   }
 
-  set(value, more) {
+  /** Show `value`, and below it `more` and what is bad, "" for nothing. */
+  set(value, more, bad = "") {
     setText(this.value, value);
     setText(this.more, more);
+    setText(this.bad, bad);
   }
 }
 
@@ -165,7 +168,8 @@ export class SystemView {
 
   _drawTiles({ rates, ttft_ms: ttft, itl_ms: itl, queue, running }) {
     const last = "last minute";
-    this.tiles.requests.set(digits(rates?.requests_s), `${count(running)} running`);
+    const refused = rates?.refused_s > 0 ? ` · ${digits(rates.refused_s)}/s refused` : "";
+    this.tiles.requests.set(digits(rates?.requests_s), `${count(running)} running`, refused);
     this.tiles.output.set(digits(rates?.output_tokens_s), "last seconds");
     this.tiles.prompt.set(digits(rates?.prompt_tokens_s), "last seconds");
     this.tiles.ttft.set(milliseconds(ttft?.p50), ttft ? `p99 ${milliseconds(ttft.p99)}` : last);

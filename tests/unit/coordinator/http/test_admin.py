@@ -200,6 +200,24 @@ async def test_a_page_gets_the_system_and_each_request(cluster: FakeCluster, mon
         assert last["itl_ms"]["p99"] > 0
 
 
+async def test_a_page_sees_that_requests_are_refused(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because of overload: not that a request is wrong, nor that an operator's page is one too many."""
+    monkeypatch.setattr(feeds, "SYSTEM_S", 0.05)
+    async with page(cluster) as watching:
+        response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": "many"})
+        assert response.status == 400
+        monkeypatch.setattr(feeds, "MAX_LISTENERS", 1)
+        response, _ = await cluster.get("/admin/events")
+        assert response.status == 429
+        before = len(watching.of("system"))
+        await until(lambda: len(watching.of("system")) > before + 1, "two more snapshots")
+        assert {each["rates"]["refused_s"] for each in watching.of("system")} == {0.0}
+        monkeypatch.setattr(cluster.dispatcher, "draining", True)
+        response, _ = await cluster.post(CHAT, HELLO)
+        assert response.status == 503
+        await until(lambda: watching.of("system")[-1]["rates"]["refused_s"] > 0, "it is counted")
+
+
 async def test_a_page_sees_workers_come_and_go(cluster: FakeCluster) -> None:
     async with page(cluster) as watching:
         killed, leaving = cluster.workers

@@ -39,14 +39,17 @@ def test_a_row_has_the_rates_since_the_one_before() -> None:
     counted.request(101.0, 101.4)
     counted.tokens = 50
     counted.intervals(40, 10)
+    counted.history.refused()
     row = counted.history.sample(105.0, 1005.0, 3, 4)
     assert row == {
-        "t": 1005.0, "requests_s": 0.4, "prompt_tokens_s": 40.0, "output_tokens_s": 10.0, "running": 3, "waiting": 4,
+        "t": 1005.0, "requests_s": 0.4, "refused_s": 0.2, "prompt_tokens_s": 40.0, "output_tokens_s": 10.0,
+        "running": 3, "waiting": 4,
         "ttft_ms": {"p50": 400.0, "p90": 400.0, "p99": 400.0},
         "itl_ms": {"p50": 6.25, "p90": 55.0, "p99": 95.5},
     }  # fmt: skip
     row = counted.history.sample(110.0, 1010.0, 0, 0)
-    assert row is not None and row["ttft_ms"] is row["itl_ms"] is None and row["output_tokens_s"] == 0.0
+    assert row is not None and row["ttft_ms"] is row["itl_ms"] is None
+    assert row["output_tokens_s"] == row["refused_s"] == 0.0
     assert list(counted.history.rows)[-1] is row
 
 

@@ -67,6 +67,11 @@ def test_one_section_can_have_the_height() -> None:
     assert "silent" not in text(found, Size(120, 30), "1") and "transport" in text(found, Size(120, 30), "2")
 
 
+def test_refused_requests_are_shown_while_there_are_some() -> None:
+    assert "refused" not in text(state())
+    assert "refused 2.5/s" in text(state(rates={"requests_s": 1.0, "refused_s": 2.5}))
+
+
 def test_many_workers_leave_room_for_requests_and_show_those_in_trouble() -> None:
     workers = [worker(f"decode-{at}", state="draining" if at == 58 else "ready") for at in range(60)]
     gone = {"id": "decode-60", "why": "exited", "restart_in_s": 2.0}
