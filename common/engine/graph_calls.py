@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -39,12 +40,14 @@ class GraphCalls(Protocol):
 
 
 class CudaCalls:
-    """CUDA's calls on ``device``. All captured graphs share one memory pool: as they run one after another, each may
-    use what the others use."""
+    """CUDA's calls on ``device``. The captured graphs that are alive share one memory pool: as they run one after
+    another, each may use what the others use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
+        """The graphs in the pool that are alive."""
         self._captures = torch.cuda.Stream(device)
 
     def pinned(self, *shape: int) -> torch.Tensor:
@@ -54,19 +57,32 @@ class CudaCalls:
         target.copy_(source, non_blocking=True)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # torch.cuda.graph does the same, but collects garbage first, which for a hundred graphs takes seconds
+        # torch.cuda.graph does the same, but frees memory first, which for a hundred graphs takes seconds
         torch.cuda.synchronize(self._device)
+        if not self._graphs:  # torch takes no graph into a pool whose last one is gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._captures):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
+                graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # its complaint would hide why
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
-            graph.capture_end()
+        self._graphs.add(graph)
         return graph.replay
+
+    def _abandon(self, graph: Any) -> None:
+        """End a capture that has failed. If CUDA has invalidated it, torch's own end does not reach the allocator,
+        which would keep the pool, and free no cached memory any more."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # its complaint would hide why
+            where = self._captures.device_index, self._pool
+            with contextlib.suppress(RuntimeError):  # of an end that did reach the allocator
+                torch._C._cuda_endAllocateToPool(*where)
+                torch._C._cuda_releasePool(*where)
 
     def event(self) -> Event:
         event = torch.cuda.Event()
