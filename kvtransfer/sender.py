@@ -112,6 +112,12 @@ class Sender:
     def __contains__(self, transfer: TransferId) -> bool:
         return transfer in self._outgoing
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a hand-off waits for work of the device. Its end does not wake the worker's poll, so the worker must
+        check for it."""
+        return any(outgoing.waits_for_device for outgoing in self._outgoing.values())
+
     def granted(self, transfer: TransferId) -> bool:
         """Whether decode has reserved blocks for this transfer; False for an unknown one."""
         outgoing = self._outgoing.get(transfer)

@@ -311,6 +311,9 @@ class PrefillWorker(Worker):
     def more_to_move(self) -> bool:
         return self.sender.behind
 
+    def rest_s(self) -> float:
+        return LISTEN_S if self.sender.waits_for_device else super().rest_s()
+
     def move_kv(self, now: float) -> None:
         self._output_history.forget(now)
         self._pump(now, BUDGET_S)

@@ -39,6 +39,8 @@ LINKS = (("shared memory", "shm", False), ("ZeroMQ", "zmq", False), ("ZeroMQ, en
 """Name of each link, its ``--kv-transport``, and whether it is encrypted."""
 _FIRST = FirstTokens(b"\0\0\0\0", (0,), (-1,), (None,))
 _PUMP_S = 0.005
+_WAIT_S, _DEVICE_S = 0.05, 0.0005
+"""Longest waits for a message, alone and while a GPU copies or hashes, whose end wakes no poll: as in workers."""
 _TOKEN = b"t" * 16
 
 
@@ -53,7 +55,7 @@ def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, to
     pipe.send(receiver.address)
     try:
         while True:
-            if pipe.fileno() in channels.poll(0.05):
+            if pipe.fileno() in channels.poll(_DEVICE_S if receiver.reading else _WAIT_S):
                 transfer = pipe.recv()
                 if transfer is None:
                     return
@@ -136,7 +138,7 @@ def _transfer(
             if not isinstance(ended, Shipped):
                 raise RuntimeError(f"a transfer was lost: {ended.reason}")
             return ended.bytes / (time.monotonic() - now)
-        channels.poll(0.05)
+        channels.poll(_DEVICE_S if sender.waits_for_device else _WAIT_S)
 
 
 def run(config: BenchWireConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.cuda import AttachedCudaBlocks
 from common.kv.storage.device_calls import DeviceFailed
 from common.kv.storage.host import KvMemory
+from common.worker.loop import TIMER_S
+from decode.role import READING_S
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import cuda_ipc, stages
 from kvtransfer.links.base import LinkLost
@@ -415,6 +418,30 @@ def test_workers_on_gpus_hand_over_while_kernels_run(bench: Bench, link: str) ->
     for request in requests:
         bench.check(request)
         assert [each.link for each in bench.shipped(request)] == [link]
+
+
+@pytest.mark.parametrize("link", ["cuda-ipc", "zmq"])
+def test_workers_look_often_for_the_end_of_copies_which_no_message_reports(bench: Bench, link: str) -> None:
+    devices = []
+    for role in ("prefill", "decode"):
+        engine = OracleEngine(128, 16)
+        engine.memory.close()
+        devices.append(FakeDevice(eager=False))
+        engine.memory = FakeGpuMemory(engine.layout, 128, devices[-1])  # type: ignore[assignment]
+        bench.add(role, engine, kv_transport=link)
+    request = make_request(40, 8)
+    bench.place(request, "prefill-0", "decode-1")
+    rests = {name: list[float]() for name in bench.workers}
+    give_up = time.monotonic() + scaled(20.0)
+    while not bench.done(request):
+        assert time.monotonic() < give_up
+        bench.turn()
+        for (name, worker), device in zip(bench.workers.items(), devices, strict=True):
+            if device.pending:
+                rests[name].append(worker.rest_s())
+                run(device)
+    assert all(rests.values()) and max(chain(*rests.values())) <= READING_S
+    assert all(worker.rest_s() == TIMER_S for worker in bench.workers.values())
 
 
 class KernelMemory(FakeGpuMemory):
