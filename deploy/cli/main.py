@@ -188,8 +188,11 @@ def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:
 
 
 def version() -> str:
-    """Return the installed version of Tandem."""
-    return metadata.version("tandem")
+    """Return the installed version of Tandem, "source" where it runs from a source tree and is not installed."""
+    try:
+        return metadata.version("tandem")
+    except metadata.PackageNotFoundError:
+        return "source"
 
 
 def _run(command: Command, given: dict[str, Any]) -> int:

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import get_type_hints
 
@@ -90,6 +92,15 @@ def test_help_is_light_and_quick() -> None:
 def test_no_arguments_and_version() -> None:
     assert "up" in tandem().stdout
     assert tandem("--version").stdout.strip() == f"tandem {cli.version()}"
+
+
+def test_commands_run_from_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    parser, _ = cli.build_parser()
+    assert "bench" in parser.format_help() and cli.version() == "source"
 
 
 @pytest.mark.parametrize("command", ["up", "coordinator", "prefill", "decode"])
