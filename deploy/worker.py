@@ -113,7 +113,10 @@ def build(
     threads.compute()
     batched_tokens = _batched_tokens(config, machine)
     engine = _load(config, checkpoint, machine, batched_tokens, ranks)
-    importlib.import_module("llguidance")  # which the first grammar needs, perhaps in the middle of other streams
+    try:
+        importlib.import_module("llguidance")  # which the first grammar needs, perhaps in the middle of other streams
+    except ImportError as error:  # a source tree on a machine where nothing can be installed
+        log.warning("outputs cannot be constrained to grammars: %s", error)
     status.report("warming up")
     step_times = engine.warm_up(partial(status.report, "warming up"))
     address, coordinator_host = f"tcp://{config.coordinator}", config.coordinator.rpartition(":")[0]

@@ -20,6 +20,7 @@ from bench.gpu.handoff import gather_rows
 from bench.gpu.loop import nano_vllm_answers
 from bench.gpu.shapes import LARGE, SMALL, TINY_LARGE, TINY_SMALL, LlamaShape, make
 from bench.gpu.stages import DRY_LIMIT, STAGES, Setting, Stage, StageOutcome, run
+from bench.load.results import ROOT
 from common.checkpoint.files import open_checkpoint
 from common.config.bench.gpu import BenchGpuConfig
 from common.core.errors import StartError
@@ -174,7 +175,14 @@ def test_the_stages_need_no_package_that_only_serving_needs() -> None:
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
-def test_a_dry_run_goes_through_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_goes_through_every_stage_without_packages_that_are_not_carried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    for name in ("llguidance", "gguf"):
+        (absent / f"{name}.py").write_text(f'raise ModuleNotFoundError("No module named {name}", name="{name}")\n')
+    monkeypatch.setenv("PYTHONPATH", f"{absent}:{ROOT}")
     options = BenchGpuConfig(dry=True, save=str(tmp_path / "gpu.json"), checkpoints=str(tmp_path))
     assert command.run(options) == 0, capsys.readouterr().out
     goals = {
