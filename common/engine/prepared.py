@@ -124,7 +124,8 @@ def prepare(
     formats, remarks = dict[str, int](), list[str]()
     if (source := _source(checkpoint, quantization, leader)) is not None:
         key = f"{weights}|{quantization}" if _keeps(checkpoint, machine, dtype, quantization, weight_cache) else ""
-        loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=exact, where=where, key=key)
+        with shortage_in_words("for the weights", where, FEWER_WEIGHTS):
+            loaded = load_compact(checkpoint, source, dtype, trust_remote_code, exact=exact, where=where, key=key)
         model, formats, remarks = loaded.model, dict(loaded.formats), loaded.notes
     elif leader is None:
         model = load_model(checkpoint, dtype, trust_remote_code)

@@ -18,7 +18,7 @@ from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request
 from common.core.sequence import Batch, Segment, Sequence
-from common.engine import loading
+from common.engine import loading, prepared
 from common.engine.cuda_graphs import KINDS, sizes_of
 from common.engine.gpu_memory import measure_use
 from common.engine.graph_capture import DRIVER_BYTES
@@ -150,7 +150,7 @@ def test_error_for_too_little_memory_names_a_context_that_fits(
     assert "4,096 tokens" in caught.value.what and "--max-model-len" in caught.value.todo
 
 
-def short(*_: Any) -> None:
+def short(*_: Any, **__: Any) -> None:
     """Fail as torch does where a GPU's memory is too small."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
 
@@ -174,6 +174,15 @@ def test_lack_of_memory_at_the_start_ends_in_words(
     error = caught.value
     assert "too little GPU memory" in error.what and what in error.what and flag in error.todo
     assert error.why == "2.00 GiB more did not fit; 1.6 GiB of 2.0 GiB are free, 100.0 MiB are this worker's"
+
+
+def test_lack_of_memory_for_quantized_weights_ends_in_words(
+    load: Callable[..., ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_source", lambda *_: object())
+    monkeypatch.setattr(prepared, "load_compact", short)
+    with pytest.raises(StartError, match="too little GPU memory for the weights"):
+        load()
 
 
 def test_warm_up_steps_that_do_not_fit_end_in_words(
