@@ -142,9 +142,9 @@ class CompactLinear(nn.Module):
         """The biases of all parts, one after the other."""
         if all(each is None for each in self.biases):
             return None
-        dtype = self.weight.dtype
+        some = next(each for each in self.biases if each is not None)
         return torch.cat([
-            torch.zeros(part.shape[0], dtype=dtype) if each is None else each
+            some.new_zeros(part.shape[0]) if each is None else each
             for part, each in zip(self.parts, self.biases, strict=True)
         ])  # fmt: skip
 

@@ -11,12 +11,14 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from common.engine.capture_audit import audit
 from common.kernels import cpu
 from common.model import compact
 from common.model.compact import CompactEmbedding, CompactLinear, round_activations
 from common.model.compact_experts import CompactExperts
 from common.quantization.panels import Panels
 from common.quantization.weight import QuantizedWeight, concatenate, quantize
+from tests.device_watch import DeviceWatch
 from tests.unit.common.quantization.test_weight import KINDS, random_weight
 
 
@@ -177,3 +179,27 @@ def test_experts_are_summed_by_their_weights(activation: str, stacked: bool, tok
                 expected[row] += downs[which].dequantize() @ first * weight
     assert near(experts(x, index, weights), expected, 1e-5)
     assert torch.equal(experts(x[:1], torch.tensor([[4, 4]]), weights[:1]), torch.zeros(1, 256))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_on_a_device_make_nothing_on_the_host_and_can_be_captured(kind: str, exact: bool) -> None:
+    """On meta tensors, which have no values to wait for."""
+    meta = torch.device("meta")
+    whole = random_weight(kind, 64)
+    weight = replace(whole, **{name: tensor.to(meta) for name, tensor in whole.tensors().items()})
+    bias, x = torch.empty(64, device=meta), torch.empty(3, 256, device=meta, dtype=torch.bfloat16)
+    layers: list[nn.Module] = [
+        CompactLinear(weight, bias, torch.bfloat16, exact=exact),
+        CompactLinear(weight, None, torch.bfloat16, exact=exact, activation="silu"),
+        CompactLinear.joined([weight, weight], [None, bias], torch.bfloat16, exact=exact),
+    ]
+    embedding, ids = CompactEmbedding(weight, torch.bfloat16), torch.zeros(3, dtype=torch.int64, device=meta)
+
+    def step() -> None:
+        with DeviceWatch(meta):
+            outputs = [layer(x) for layer in layers]
+            assert [out.shape[1] for out in outputs] == [64, 32, 128]
+            assert embedding(ids).shape == (3, 256)
+
+    assert audit(step) == []
