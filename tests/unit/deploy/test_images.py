@@ -173,20 +173,22 @@ def test_the_health_check_follows_the_answer() -> None:
 # -- compose ----------------------------------------------------------------------------------------------------------
 
 
-def make_secrets(directory: Path) -> Path:
-    """Run make-secrets in a copy of deploy/ in ``directory``, and return that copy. No log may contain the keys."""
+def make_secrets(directory: Path, *arguments: str) -> Path:
+    """Run make-secrets in ``directory``, with a copy of deploy/ there, and return that copy. No log may contain the
+    keys."""
     folder = directory / "deploy"
     shutil.copytree(DEPLOY / "docker", folder / "docker")
     script = folder / "docker" / "make-secrets"
     script.write_text(script.read_text().replace('"$tandem"', "$tandem"))
     environment = os.environ | {"TANDEM": f"{sys.executable} -m deploy.cli", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([script], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [str(script), *arguments]
+    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for path in (folder / "secrets").iterdir():
+    for path in (directory / arguments[0] if arguments else folder / "secrets").iterdir():
         for line in path.read_text().replace("admin_api_key: ", "").splitlines():
             if len(line) > 20 and "{" not in line and " " not in line:
                 register(line)
-    again = subprocess.run([script], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    again = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, check=False)
     assert again.returncode == 1 and "is there already" in again.stderr
     return folder
 
@@ -230,6 +232,14 @@ def test_secrets_are_private_and_what_compose_names(made: Path) -> None:
 
 
 @pytest.mark.processes
+def test_secrets_in_another_folder_are_found_by_compose(tmp_path: Path) -> None:
+    """Compose takes a relative path from the folder of its file, make-secrets from where it was started."""
+    folder = make_secrets(tmp_path, "elsewhere")
+    written = Path(environment_file(folder)["SECRETS"])
+    assert written == tmp_path / "elsewhere" and (written / "coordinator.yaml").exists()
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("extra", [None, "compose.gpu.yaml"])
 def test_compose_fits_the_specification(made: Path, extra: str | None) -> None:
     for name in ["compose.yaml", *([extra] if extra else [])]:
@@ -250,8 +260,12 @@ def test_services_are_what_the_command_line_and_each_other_expect(made: Path, ex
         for name, change in interpolated(DEPLOY / extra, {})["services"].items():
             services[name] |= change
     ports = set()
+    assert not services["pod"]["image"].startswith("tandem:"), (
+        "an update would replace it, and the network of the others"
+    )
     for name in "coordinator", "prefill", "decode":
         service = services[name]
+        assert service["depends_on"] == {"pod": {"condition": "service_started", "restart": True}}
         mounts = {f"/run/secrets/{secret}": made / "secrets" / secret for secret in service["secrets"]}
         words = [inside(word, mounts) for word in service["command"]]
         environment = {key: value for key, value in service["environment"].items() if key.startswith("TANDEM_")}
