@@ -12,6 +12,8 @@ from common.config.options import Option, YamlOptions, file_text, is_flat, neare
 from common.core.errors import StartError
 from common.platform import secret_files
 
+_SERVING = frozenset({"up", "coordinator", "prefill", "decode"})
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -33,8 +35,8 @@ def check_file(path: Path, commands: Mapping[str, type[Any]], command: str = "")
         if name not in known:
             found.append(Problem(line, _unknown(name, known)))
         elif command and command not in known[name]:
-            others = ", ".join(f"tandem {each}" for each in sorted(known[name])[:3])
-            found.append(Problem(line, f"{_spelled(name)} has no effect on tandem {command}; it is of {others}", False))
+            why = f"{_spelled(name)} has no effect on tandem {command}; it is an option of {_shown(known[name])}"
+            found.append(Problem(line, why, False))
         else:
             takers = {command: known[name][command]} if command else known[name]
             found += (Problem(line, text) for text in _wrong(takers, document.value(node)))
@@ -53,6 +55,12 @@ def _known(commands: Mapping[str, type[Any]]) -> dict[str, dict[str, Option]]:
 def _spelled(name: str) -> str:
     """Return the name of an option as its flag spells it."""
     return name.replace("_", "-")
+
+
+def _shown(commands: Collection[str]) -> str:
+    """Return at most three commands as a text, those that serve first."""
+    ordered = sorted(commands, key=lambda each: (each not in _SERVING, each))
+    return ", ".join(f"tandem {each}" for each in ordered[:3]) + (" and others" if len(ordered) > 3 else "")
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -53,7 +53,9 @@ def test_a_file_may_be_shared_among_commands(tmp_path: Path, capsys: pytest.Capt
     assert checked(capsys, path) == (0, ["no errors"])
     code, lines = checked(capsys, path, "up")
     assert code == 0
-    assert lines[0] == "1: note: coordinator has no effect on tandem up; it is of tandem decode, tandem prefill"
+    assert (
+        lines[0] == "1: note: coordinator has no effect on tandem up; it is an option of tandem decode, tandem prefill"
+    )
     assert lines[1] == "no errors; tandem up accepts it"
 
 
