@@ -278,6 +278,7 @@ async def test_blocks_links_and_a_worker_that_is_lost(stand_in: StandIn) -> None
             "worker", {"name": "decode-0", "role": "decode", "state": "lost", "why": "silent", "t": time.time()}
         )
         await expect(decode).to_have_attribute("data-state", "lost")
+        await expect(page.locator("#link")).to_have_text("1 of 3 workers")
         stand_in.absent = [{"id": "decode-0", "why": "exited with signal 9", "for_s": 1.0, "restart_in_s": 3.0}]
         await expect(decode.locator(".why")).to_contain_text("exited with signal 9 · restarts in")
         stand_in.workers.append({**lost, "incarnation": "decode-0-b"})
@@ -356,6 +357,12 @@ async def test_the_list_and_the_details_by_keyboard(stand_in: StandIn) -> None:
         await expect(rows).to_have_count(3)
         await expect(rows.first).to_have_attribute("data-request", "chatcmpl-2")
         await expect(rows.first.locator(".mini i")).to_have_count(6)  # the spans were asked for one by one
+        await page.keyboard.press("j")  # the focus is not in the list yet
+        await expect(rows.first).to_be_focused()
+        await page.keyboard.press("/")
+        await page.keyboard.type("j")
+        await expect(page.locator("#request-search")).to_have_value("j")
+        await page.fill("#request-search", "")
         await rows.first.focus()
         await page.keyboard.press("ArrowDown")
         await page.keyboard.press("Enter")

@@ -44,10 +44,12 @@ addEventListener("hashchange", route);
 
 function drawLink() {
   const { state, words } = live.status;
-  const workers = [...live.workers.values()].filter((each) => !each.lost);
+  const known = [...live.workers.values()].filter((each) => each.state !== "left");
+  const workers = known.filter((each) => !each.lost);
   const ready = workers.filter((each) => each.state === "ready").length;
+  const all = ready === known.length ? "" : ` of ${known.length}`;
   const shown = {
-    live: live.system ? `${ready} worker${ready === 1 ? "" : "s"}` : "live",
+    live: live.system ? `${ready}${all} worker${(all ? known.length : ready) === 1 ? "" : "s"}` : "live",
     connecting: "connecting",
     key: "key needed",
     gone: "no connection",
@@ -58,7 +60,7 @@ function drawLink() {
   }[state];
   setText(link, shown);
   link.title = words || (state === "live" ? "Live data from the coordinator" : "");
-  setAttribute(link, "data-state", state === "live" && live.system && !ready ? "empty" : state);
+  setAttribute(link, "data-state", state === "live" && live.system && !ready ? "empty" : state === "live" && all ? "fewer" : state);
   drawBanner(state, words, workers.length);
 }
 

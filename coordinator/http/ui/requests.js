@@ -101,6 +101,7 @@ export class RequestsView {
     root.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.selected && event.target !== this.search) this.open(null);
     });
+    document.addEventListener("keydown", (event) => this._keyElsewhere(event));
     live.addEventListener("requests", () => this.later());
     live.addEventListener("status", () => this.later());
     live.addEventListener("system", () => this.later()); // running ones grow
@@ -192,6 +193,17 @@ export class RequestsView {
     setText(this.pause, this.frozen ? "Go on" : "Pause");
     setAttribute(this.pause, "aria-pressed", String(this.frozen !== null));
     this.draw();
+  }
+
+  /** Keys while the focus is not in the list: the first one brings it there. */
+  _keyElsewhere(event) {
+    if (!this.visible || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest("input, textarea, select, dialog, tbody, [role=listbox]")) return;
+    const moves = ["j", "k"].includes(event.key) || (event.target === document.body && ["ArrowDown", "ArrowUp"].includes(event.key));
+    if (event.key === "/") this.search.focus();
+    else if (moves) this.rows.get(this.focused)?.node.focus();
+    else return;
+    event.preventDefault();
   }
 
   _key(event) {
