@@ -107,7 +107,7 @@ def refusal(url: str, error: HttpError) -> StartError:
     """Return why the server does not show its events, and what to do."""
     if error.status == 404:
         return StartError(f"{shown(url)} has no live view", "it is another server, or an older Tandem", "check --url")
-    return StartError(f"{shown(url)} does not show its events", str(error), error.todo("check --url"))
+    return StartError(f"{shown(url)} does not show its events", str(error), error.todo("check --url", admin=True))
 
 
 def snapshot(client: HttpClient, state: State) -> None:

@@ -231,17 +231,17 @@ def _changes(state: State) -> Iterator[Text]:
 def _requests(state: State, size: Size) -> Iterator[Text]:
     if not state.requests:
         return
-    rows: list[Row] = [
-        (("request", "state", "path", "prompt", "cached", "output", "TTFT ms", "total ms", "workers", ""), _HEAD)
-    ]
-    for each in reversed(state.requests.values()):
+    heads = ("request", "state", "path", "prompt", "cached", "output", "TTFT ms", "total ms")
+    served = [_served_by(each) for each in state.requests.values()]
+    rows: list[Row] = [((*heads, "workers" if any(served) else "", ""), _HEAD)]
+    for each, workers in zip(reversed(state.requests.values()), reversed(served), strict=True):
         numbers = [_figure(each.get(key)) for key in ("prompt_tokens", "cached_tokens", "output_tokens")]
         times = [_figure(each.get(key)) for key in ("ttft_ms", "total_ms")]
         name = _word(each.get("id"))
         if size.width < WIDE and len(name) > SHORT_ID:
             name = f"…{name[1 - SHORT_ID :]}"
         cells = name, _word(each.get("state")), _word(each.get("path"))
-        rows.append(((*cells, *numbers, *times, _served_by(each), _notes(each)), ""))
+        rows.append(((*cells, *numbers, *times, workers, _notes(each)), ""))
     yield from _table(rows, state_column=1)
 
 

@@ -130,6 +130,13 @@ def test_a_request_is_replaced_by_its_latest_state() -> None:
     assert [each["state"] for each in found.requests.values()] == ["done", "decoding"]
 
 
+def test_workers_of_requests_have_a_column_only_if_they_are_known() -> None:
+    """Spans of requests that ended before the view was opened are not sent."""
+    before = {key: value for key, value in request("r-1").items() if key != "spans"}
+    assert "total ms  workers" in text(state(before, request("r-2")))
+    assert "total ms" in text(state(before)) and "total ms  workers" not in text(state(before))
+
+
 def test_a_migrated_and_a_failed_request() -> None:
     shown = text(state(request("r-1", retries=1, migrations=2), request("r-2", error="worker lost")))
     assert "1 retried, 2 migrated" in shown and "worker lost" in shown
