@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from common.core.errors import StartError, reason
-from common.net.http_client import HttpClient, shown
+from common.net.http_client import ADMIN_KEY, HttpClient, shown
 
 Worker = Mapping[str, Any]
 
@@ -46,9 +46,13 @@ class Pair(NamedTuple):
         return bool(self.source["host"] == self.target["host"])
 
 
+class KeyRefused(StartError):
+    """The server runs, but does not accept the key."""
+
+
 def ask(url: str, key: str | None, key_flag: str = "--api-key") -> Answers:
-    """Ask the server at ``url``. Raises StartError if it cannot be reached, or does not list its workers; ``key_flag``
-    is the flag with which a user gives the key."""
+    """Ask the server at ``url``. Raises StartError if it cannot be reached, or does not list its workers (KeyRefused
+    for lack of the right key); ``key_flag`` is the flag with which a user gives the key."""
     client = HttpClient(url, key, timeout_s=10.0)
     try:
         code, listed = client.get("/admin/workers")
@@ -58,10 +62,11 @@ def ask(url: str, key: str | None, key_flag: str = "--api-key") -> Answers:
         todo = "start it with `tandem up`, or give --url"
         raise StartError(f"cannot reach {shown(url)}", reason(error), todo) from error
     if code != 200 or not isinstance(listed, dict):
-        why = "it wants another API key" if code in (401, 403) else f"HTTP status {code}"
+        closed = code in (401, 403)
+        why = f"it wants {'another' if key else 'a'} key" if closed else f"HTTP status {code}"
         variable = f"TANDEM_{key_flag.strip('-').replace('-', '_').upper()}"
-        todo = f"give {key_flag} or set {variable}" if code in (401, 403) else "check --url"
-        raise StartError(f"{shown(url)} does not list its workers", why, todo)
+        todo = f"give {ADMIN_KEY} with {key_flag} or {variable}" if closed else "check --url"
+        raise (KeyRefused if closed else StartError)(f"{shown(url)} does not list its workers", why, todo)
     said = ready.get("error", {}) if isinstance(ready, dict) else {}
     not_ready = "" if ready_code == 200 else str(said.get("message", f"HTTP status {ready_code}"))
     known = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"

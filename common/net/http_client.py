@@ -16,6 +16,9 @@ from urllib.parse import urlsplit
 
 from common.core.errors import StartError, TandemError, reason
 
+ADMIN_KEY = "the server's admin key (an API key, if it has none)"
+"""What ``/admin`` asks for, in advice to a user."""
+
 
 class HttpError(TandemError):
     """The server answered with an error, or the connection broke; the text is its message. ``status`` is the HTTP
@@ -25,10 +28,11 @@ class HttpError(TandemError):
         super().__init__(message)
         self.status = status
 
-    def todo(self, otherwise: str) -> str:
-        """Return advice for the user by the HTTP status; ``otherwise`` if the status calls for none."""
+    def todo(self, otherwise: str, *, admin: bool = False) -> str:
+        """Return advice for the user by the HTTP status; ``otherwise`` if the status calls for none. ``admin``: the
+        request was one to ``/admin``."""
         if self.status in (401, 403):
-            return "give the right key with --api-key or TANDEM_API_KEY"
+            return f"give {ADMIN_KEY if admin else 'the right key'} with --api-key or TANDEM_API_KEY"
         return "try again in a moment" if self.status in (429, 503) else otherwise
 
 

@@ -35,7 +35,8 @@ def run(config: DoctorConfig) -> int:
         for line in lines(made()):
             print(printable(line), flush=True)
         counts = _summary(found)
-        print(f"\n{counts['bad']} bad, {counts['warnings']} warnings, {counts['good']} good")
+        noun = "warning" if counts["warnings"] == 1 else "warnings"
+        print(f"\n{counts['bad']} bad, {counts['warnings']} {noun}, {counts['good']} good")
     return 1 if any(each.level == "bad" for each in found) else 0
 
 

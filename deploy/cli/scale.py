@@ -28,7 +28,7 @@ def run(config: ScaleConfig) -> int:
         ) from error
     except HttpError as error:
         raise StartError(
-            "the pools were not resized as requested", str(error), error.todo("see GET /admin/workers")
+            "the pools were not resized as requested", str(error), error.todo("see GET /admin/workers", admin=True)
         ) from error
     print(f"prefill {pools['prefill']}, decode {pools['decode']}")
     return 0

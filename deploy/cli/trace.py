@@ -60,7 +60,7 @@ def _asked(config: TraceConfig, path: str, request_id: str | None) -> Any:
             f"{shown(config.url)} knows no request {request_id}", why, "see `tandem trace` for the ids of the last ones"
         )
     refused = HttpError(f"HTTP status {code}", code)
-    raise StartError(f"{shown(config.url)} shows no requests", str(refused), refused.todo("check --url"))
+    raise StartError(f"{shown(config.url)} shows no requests", str(refused), refused.todo("check --url", admin=True))
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from common.core.errors import StartError
 from common.kv.budget import human_bytes
 from common.net.http_client import shown
 from deploy.doctor.finding import Finding, bad, good, refused, warning
-from deploy.running_system import Answers, Worker, link_text, pairs
+from deploy.running_system import Answers, KeyRefused, Worker, link_text, pairs
 
 SILENT_MS = 1000
 """Time since a worker's last heartbeat that is remarkable: it sends several per second."""
@@ -145,7 +145,9 @@ def links(answers: Answers) -> Iterator[Finding]:
 
 
 def unreachable(url: str, error: StartError, was_named: bool) -> Finding:
-    """Return the finding for a server that does not answer: bad only if it was named."""
+    """Return the finding for a server that does not list its workers: bad only if it was named."""
     if was_named:
         return refused("system", error)
+    if isinstance(error, KeyRefused):
+        return warning("system", f"{error.what}: {error.why}", error.todo)
     return good("system", f"none runs at {shown(url)}; its workers, clocks and links are checked while it does")

@@ -153,6 +153,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
             run(TraceConfig(url=url), "gone")
         with pytest.raises(StartError, match="HTTP status 403") as refused:
             run(TraceConfig(url=url), "closed")
-        assert "give the right key" in refused.value.todo
+        assert "give the server's admin key" in refused.value.todo
     with pytest.raises(StartError, match="cannot reach"):
         run(TraceConfig(url=url), "x")

@@ -151,8 +151,16 @@ def test_what_a_server_answers() -> None:
     with server(pages) as url:
         found = ask(url, None)
     assert found.version == "9" and found.not_ready == "No prefill worker is ready." and len(found.workers) == 1
-    with server(pages | {"/admin/workers": (403, {})}) as url, pytest.raises(StartError, match="does not list"):
-        ask(url, "key")
+    with server(pages | {"/admin/workers": (403, {})}) as url:
+        with pytest.raises(StartError, match="does not list") as refused:
+            ask(url, None, "--admin-api-key")
+        assert refused.value.why == "it wants a key" and "--admin-api-key or TANDEM_ADMIN" in refused.value.todo
+        with pytest.raises(StartError, match="it wants another key"):
+            ask(url, "key")
+    found_out = system.unreachable(url, refused.value, False)
+    assert found_out.level == "warning" and "none runs" not in found_out.text, (
+        "a system runs that keeps its workers secret"
+    )
     with pytest.raises(StartError, match="cannot reach") as refused:
         ask(url, None)
     assert system.unreachable(url, refused.value, True).level == "bad"
