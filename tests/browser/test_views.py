@@ -102,6 +102,18 @@ async def test_an_answer_with_reasoning_text_and_log_probabilities(stand_in: Sta
         await expect(tip).to_be_hidden()
 
 
+async def test_the_rate_is_the_servers_even_if_an_answer_arrives_at_once(stand_in: StandIn) -> None:
+    figures = {"ttft_ms": 12.5, "itl_ms_mean": 4.0, "prefill": "prefill-0", "decode": "decode-0"}
+    stand_in.answers.append(
+        [chunk("One"), chunk(" two"), chunk(" three"), {**chunk(finish="stop"), "tandem": figures}, "[DONE]"]
+    )
+    async with open_page(stand_in.url) as page:
+        await page.fill("#prompt", "Count")
+        await page.press("#prompt", "Enter")
+        facts = page.locator(".turn.assistant .facts")
+        await expect(facts).to_contain_text("first token 12.5 ms · 3 tokens · 250.0 tokens/s · prefill-0 → decode-0")
+
+
 async def test_stop_ends_the_request(stand_in: StandIn) -> None:
     stand_in.answers.append([chunk("One "), *([0.05, chunk("more ")] * 400)])
     async with open_page(stand_in.url) as page:

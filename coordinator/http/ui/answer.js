@@ -245,7 +245,9 @@ export class Answer {
     else if (this.finish && this.finish !== "stop" && this.finish !== "tool_calls") facts.push(`ended by ${this.finish}`);
     if (this.firstAt !== null) facts.push(`first token ${milliseconds(this.metrics?.ttft_ms ?? this.firstAt - this.started)}`);
     facts.push(many(done, "token"));
-    if (done > 1 && seconds > 0) facts.push(`${((done - 1) / seconds).toFixed(1)} tokens/s`);
+    // a short answer may arrive in one piece, so the server's own figure is better than the times of its chunks
+    const rate = this.metrics?.itl_ms_mean > 0 ? 1000 / this.metrics.itl_ms_mean : done > 1 && seconds > 0 ? (done - 1) / seconds : null;
+    if (rate) facts.push(`${rate.toFixed(1)} tokens/s`);
     if (this.usage) facts.push(`prompt ${count(this.usage.prompt_tokens)}${this.usage.prompt_tokens_details?.cached_tokens ? ` (${count(this.usage.prompt_tokens_details.cached_tokens)} cached)` : ""}`);
     if (this.metrics?.prefill || path) facts.push(this.metrics ? [...new Set([this.metrics.prefill, this.metrics.decode])].filter((each) => each && each !== "none").join(" → ") : path);
     this.facts.replaceChildren(facts.filter(Boolean).join(" · ") || NONE);
