@@ -109,7 +109,7 @@ class SpanEncoder:
             name=f"{name} {self._model}",
             kind=Span.SPAN_KIND_SERVER,
         )
-        failed, unanswered = facts.state is State.FAILED, facts.first_token_at is None
+        failed = facts.state is State.FAILED
         ttft_s = None if facts.first_token_at is None else facts.first_token_at - timeline.arrived_at
         attributes = {
             "gen_ai.operation.name": name,
@@ -125,7 +125,7 @@ class SpanEncoder:
             "gen_ai.usage.cache_read.input_tokens": cached_tokens(timeline) or None,
             "http.request.method": "POST",
             "http.route": timeline.endpoint,
-            "http.response.status_code": timeline.error_status if failed and unanswered else None,
+            "http.response.status_code": _http_status(timeline, facts),
             "error.type": (timeline.error_code or "_OTHER") if failed else None,
             "tandem.request_id": timeline.request_id,
             "tandem.state": facts.state.value,
@@ -138,3 +138,11 @@ class SpanEncoder:
         if failed and timeline.error_status >= _SERVER_ERRORS:
             root.status.code = Status.STATUS_CODE_ERROR
         return root
+
+
+def _http_status(timeline: Timeline, facts: Facts) -> int | None:
+    """Return the status of the response, None if its client left before there was one. A stream has its status from its
+    first token on, whatever happens later."""
+    if timeline.stream and facts.first_token_at is not None:
+        return 200
+    return {State.DONE: 200, State.FAILED: timeline.error_status}.get(facts.state)

@@ -15,7 +15,7 @@ import pytest
 
 from common.core.errors import StartError
 from common.core.ids import RequestId
-from common.net.messages import RequestFailed, Role
+from common.net.messages import Generate, RequestFailed, Role
 from coordinator.telemetry import otlp
 from deploy.launcher.scaling import LEAVE_GRACE_S
 from tests.fakes.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
@@ -76,6 +76,7 @@ async def test_a_chat_is_a_trace(model: Path) -> None:
         said["gen_ai.usage.output_tokens"] == 12 and said["tandem.path"] == "disagg" and said["tandem.state"] == "done"
     )
     assert said["http.route"] == CHAT and "error.type" not in said and root.status == (0, "")
+    assert said["http.response.status_code"] == response.status == 200
     assert [name for name, _, _ in root.events] == ["place", "first_token"]
     place = root.events[0][2]
     assert (place["tandem.prefill"], place["tandem.decode"]) == ("prefill-0", "decode-1") and place["tandem.why"]
@@ -170,6 +171,21 @@ async def test_a_client_that_leaves_is_no_error(model: Path) -> None:
         await cluster.idle()
     root, _ = tree(receiver.spans)
     assert root.attributes["tandem.state"] == "aborted" and root.status == (0, "")
+    assert "http.response.status_code" not in root.attributes
+
+
+async def test_a_stream_that_breaks_off_had_its_status(model: Path) -> None:
+    async with traced(model) as (cluster, receiver):
+        worker = await cluster.add("colocated", step_s=0.01)
+        asked = HELLO | {"max_tokens": 500, "stream": True}
+        async with cluster.client.post(f"{cluster.url}{CHAT}", json=asked) as response:
+            assert response.status == 200 and await response.content.readline()
+            (began,) = worker.got(Generate)
+            worker.say(RequestFailed(began.request.id, 0, "engine_error", "it broke", retriable=False))
+            assert "engine_error" in await response.text()
+    root, _ = tree(receiver.spans)
+    assert root.attributes["tandem.state"] == "failed" and root.attributes["error.type"] == "engine_error"
+    assert root.attributes["http.response.status_code"] == 200 and root.status == (ERROR, "")
 
 
 async def test_a_migration_is_a_span_with_the_next_attempt_in_it(model: Path) -> None:
