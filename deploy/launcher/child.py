@@ -72,21 +72,27 @@ class ChildProcess:
     async def keep(self) -> None:
         """Keep one process running until :meth:`leave`. Raises StartError if the first one cannot start."""
         backoff_s = BACKOFF_S
+        reported = False
         while True:
             started = time.monotonic()
             code = await self._run_once()
             if self._leaving.is_set():
+                if reported:  # it may not have joined since
+                    self._report("", 0.0)
                 return
             if not self.facts.done():
                 raise self._error or self._crash(code)
             if code == 0 and self._ready and not self._error:  # drained through the admin API: restart without backoff
                 self._screen.fact(f"{self.label} has drained; restarting it")
+                self._report("drained", 0.0)
+                reported = True
                 continue
             if time.monotonic() - started > HEALTHY_S:
                 backoff_s = BACKOFF_S
             ended = f"hangs ({self._hung}): killed" if self._hung else f"exited ({self._error or how_it_ended(code)})"
             self._screen.fact(f"{self.label} {ended}; restarting it in {backoff_s:g} s")
             self._report(ended, backoff_s)
+            reported = True
             if await self._left_within(backoff_s):
                 self._report("", 0.0)
                 return

@@ -293,6 +293,9 @@ async def test_blocks_links_and_a_worker_that_is_lost(stand_in: StandIn) -> None
         await expect(page.locator("#link")).to_have_text("1 of 3 workers")
         stand_in.absent = [{"id": "decode-0", "why": "exited with signal 9", "for_s": 1.0, "restart_in_s": 3.0}]
         await expect(decode.locator(".why")).to_contain_text("exited with signal 9 · restarts in")
+        stand_in.absent = [{"id": "decode-0", "why": "drained", "for_s": 1.0, "restart_in_s": 0.0}]
+        await expect(decode.locator(".why")).to_have_text("drained · restarting")
+        await expect(decode).to_have_attribute("data-state", "left")
         stand_in.workers.append({**lost, "incarnation": "decode-0-b"})
         stand_in.absent = []
         await expect(decode).to_have_attribute("data-state", "ready")

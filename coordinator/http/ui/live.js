@@ -214,7 +214,7 @@ export class Live extends EventTarget {
         name: each.id,
         role: known?.role ?? null,
         row: known?.row ?? null,
-        state: "lost",
+        state: each.why === "drained" ? "left" : "lost",
         lost: true,
         why: each.why,
         since,

@@ -166,18 +166,33 @@ async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
-    screen = RecordingScreen()
-    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.CoreShare(None, 0), screen)
+    screen, reports, name = RecordingScreen(), asyncio.Queue[AbsenceReport](), WorkerName("decode-0")
+    config = WorkerConfig(role="decode", model="m")
+    child = ChildProcess(name, config, cores.CoreShare(None, 0), screen, on_absence=reports.put_nowait)
     keeper = asyncio.create_task(child.keep())
     await child.facts
     for _ in range(3):
         os.kill(await starts.get(), signal.SIGTERM)
         assert await screen.facts.get() == "decode-0 has drained; restarting it"
         assert await screen.facts.get() == "decode-0 is back"
+        assert reports.get_nowait() == AbsenceReport(name, "drained", 0.0)
     await starts.get()
     child.send(signal.SIGTERM)
     await keeper
     assert starts.empty()
+    assert reports.get_nowait() == AbsenceReport(name, "", 0.0), "scaled away before it joined, it is not absent"
+
+
+@pytest.mark.processes
+async def test_a_worker_that_was_never_absent_is_not_reported_when_it_leaves(starts: asyncio.Queue[int]) -> None:
+    reports: asyncio.Queue[AbsenceReport] = asyncio.Queue()
+    config = WorkerConfig(role="decode", model="m")
+    child = ChildProcess("decode-0", config, cores.CoreShare(None, 0), RecordingScreen(), on_absence=reports.put_nowait)
+    keeper = asyncio.create_task(child.keep())
+    await child.facts
+    child.send(signal.SIGTERM)
+    await keeper
+    assert reports.empty()
 
 
 @pytest.mark.processes
