@@ -251,7 +251,7 @@ class Terminal:
 
 
 def _stage_text(report: Report) -> str:
-    count = f" {report.done}/{report.total}" if report.total else ""
+    count = f" {report.done}/{report.total}" if report.done and report.total else ""
     return f"{report.stage}{count}" + (f": {report.text}" if report.text else "")
 
 

@@ -77,7 +77,7 @@ def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
         _write(Report(stage, done, total, text[:_MAX_TEXT]))
     elif stage != _Sink.stage or (total and done == total):
         _Sink.stage = stage
-        line = f"{stage}{f' {done}/{total}' if total else ''}{f': {text}' if text else ''}"
+        line = f"{stage}{f' {done}/{total}' if done and total else ''}{f': {text}' if text else ''}"
         log.info("%s", line)
         service_manager.progress(line)
 
