@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.eval.agreement import Agreement, measure
+from common import builtin
 from common.builtin import smollm2
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.quantize import QuantizeConfig
@@ -109,6 +110,8 @@ def _write_card(out: Path, config: QuantizeConfig, original: Checkpoint, written
     facts.append(f"- {human_bytes(written.before)} of weights became {human_bytes(written.after)}")
     path = Path(config.model)
     name = path.resolve().name if path.exists() else config.model
+    if path.exists() and path.resolve() == builtin.path():
+        name = builtin.NAME
     lines = [
         "---",
         *(() if path.exists() else (f"base_model: {config.model}",)),

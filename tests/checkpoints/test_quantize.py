@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.eval import agreement
+from common import builtin
 from common.checkpoint.files import open_checkpoint
 from common.model import load
 from common.quantization import export
@@ -219,6 +220,12 @@ def test_matrices_of_other_layers_are_kept(
     """GPT-2 has [in, out] in layers that are not torch's linear ones."""
     assert "no matrices of linear layers" in refused(capsys, str(checkpoint("gpt2")), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_card_names_the_built_in_model(tmp_path: Path) -> None:
+    """Its folder is called "model"."""
+    assert cli(["quantize", str(builtin.path()), str(tmp_path / "out"), "--answers", "0"]) == 0
+    assert f"# {builtin.NAME}, quantized to 4 bits\n" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_card_has_the_figures_of_the_quality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
