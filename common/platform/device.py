@@ -243,7 +243,7 @@ def choose_dtype(wanted: KvDtype | Literal["auto"], checkpoint_dtype: KvDtype, d
         return "float32", "this CPU has no bfloat16 instructions"
     if device.kind == "cpu" and checkpoint_dtype == "float16" and not device.has_fp16:
         return "float32", "this CPU has no float16 instructions"
-    return checkpoint_dtype, "the checkpoint's"
+    return checkpoint_dtype, "the checkpoint's type"
 
 
 # -- cores ------------------------------------------------------------------------------------------------------------

@@ -224,5 +224,5 @@ def test_int8_is_refused_on_a_gpu(load: Callable[..., ModelEngine]) -> None:
 
 def test_the_dtype_is_chosen_for_the_gpu(load: Callable[..., ModelEngine]) -> None:
     engine = load(dtype="auto", num_kv_blocks=16)
-    assert engine.notes[0] == "dtype float32: the checkpoint's" and engine.store.dtype == torch.float32
+    assert engine.notes[0] == "dtype float32: the checkpoint's type" and engine.store.dtype == torch.float32
     assert not engine.store.k(0).any(), "the check before serving leaves nothing in the pool"
