@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from common.core.errors import StartError, reason
-from common.net.http_client import ADMIN_KEY, HttpClient, shown
+from common.net.http_client import ADMIN_KEY, HttpClient, HttpError, shown
 
 Worker = Mapping[str, Any]
 
@@ -71,6 +71,15 @@ def ask(url: str, key: str | None, key_flag: str = "--api-key") -> Answers:
     not_ready = "" if ready_code == 200 else str(said.get("message", f"HTTP status {ready_code}"))
     known = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"
     return Answers(known, not_ready, listed["workers"], listed.get("absent", ()))
+
+
+def measure_links(url: str, key: str | None) -> None:
+    """Have the server at ``url`` measure the links of all pairs of workers anew. Raises StartError if it does not."""
+    try:
+        HttpClient(url, key).post("/admin/links", {})
+    except (OSError, HttpError) as error:
+        why = str(error) if isinstance(error, HttpError) else reason(error)
+        raise StartError(f"{shown(url)} did not measure its links", why, "see its log") from error
 
 
 def pairs(workers: Sequence[Worker]) -> list[Pair]:

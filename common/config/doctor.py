@@ -57,6 +57,12 @@ class DoctorConfig(UpConfig):
         aliases=("--base-url",),
         shown_default="that of --host and --port, if a server runs there",
     )
+    links: bool = option(
+        False,
+        "measure the links between all workers of that server anew, one after another, before they are checked",
+        SWITCH,
+        "client",
+    )
     workload: str | None = option(
         None,
         "also say whether disaggregation pays for this workload on this machine, and with which pools: measures the "

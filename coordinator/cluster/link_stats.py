@@ -2,7 +2,8 @@
 
 Pure. When both ends of a pair are ready, they make three trial hand-offs of meaningless blocks: a warm-up, since the
 first hand-off maps the pool and touches its pages; a large one for the bandwidth; one of LATENCY_TOKENS for the
-latency. Nothing waits for the results, and a worker that is short of blocks sends none.
+latency. Nothing waits for the results, and a worker that is short of blocks sends none. Every pair is measured anew
+when a client asks for it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class LinkStats:
 
     def __init__(self) -> None:
         self._links: dict[Incarnation, dict[Incarnation, Link]] = {}
+        self._before: dict[tuple[Incarnation, Incarnation], Link] = {}
+        """Of pairs that are being measured anew, what was measured before."""
 
     def trials(self, joined: WorkerHandle, workers: Iterable[WorkerHandle]) -> list[Trial]:
         """Return the first trials of the pairs of ``joined``, which is now ready, with the other ready workers."""
@@ -64,6 +67,19 @@ class LinkStats:
             pairs = []
         return [Trial(*pair, tokens) for pair in pairs[:MAX_PEERS] if (tokens := _rate_tokens(*pair))]
 
+    def again(self, prefill: WorkerHandle, decode: WorkerHandle) -> Trial | None:
+        """Return the first trial of a new measurement of a pair; None if a pool is too small. What was measured before
+        is kept until that is complete."""
+        if not (tokens := _rate_tokens(prefill, decode)):
+            return None
+        links, pair = self._links.setdefault(prefill.id, {}), (prefill.id, decode.id)
+        known = links.pop(decode.id, None)
+        if known is not None and known.measured:
+            self._before[pair] = known
+        if (before := self._before.get(pair)) is not None:  # its pages are mapped: no warm-up
+            links[decode.id] = Link(decode.hello.name, before.transport)
+        return Trial(prefill, decode, tokens)
+
     def measured(self, prefill: WorkerHandle, decode: WorkerHandle, message: Measured) -> Trial | None:
         """Record a result and return the trial that follows it, if any."""
         links = self._links.setdefault(prefill.id, {})
@@ -72,10 +88,11 @@ class LinkStats:
             links[decode.id] = Link(decode.hello.name, message.link)
             return Trial(prefill, decode, _rate_tokens(prefill, decode))
         if link.gb_per_s is None:
-            link.gb_per_s = message.bytes / max(message.seconds, 1e-9) / 1e9
+            link.transport, link.gb_per_s = message.link, message.bytes / max(message.seconds, 1e-9) / 1e9
             return Trial(prefill, decode, LATENCY_TOKENS)
         if link.latency_us is None:
             link.latency_us = message.seconds * 1e6
+            self._before.pop((prefill.id, decode.id), None)
         return None
 
     def forget(self, worker: WorkerHandle) -> None:
@@ -83,10 +100,13 @@ class LinkStats:
         self._links.pop(worker.id, None)
         for links in self._links.values():
             links.pop(worker.id, None)
+        self._before = {pair: link for pair, link in self._before.items() if worker.id not in pair}
 
     def of(self, prefill: WorkerHandle) -> list[Link]:
         """Return the fully measured links of one prefill worker."""
-        return [link for link in self._links.get(prefill.id, {}).values() if link.measured]
+        before = {decode: link for (source, decode), link in self._before.items() if source == prefill.id}
+        links = before | {decode: link for decode, link in self._links.get(prefill.id, {}).items() if link.measured}
+        return list(links.values())
 
 
 def _rate_tokens(prefill: WorkerHandle, decode: WorkerHandle) -> int:

@@ -13,7 +13,7 @@ from coordinator.api.fields import Fields, refuse
 from coordinator.http.context import SERVICES, deliver_whole, read_body, read_timeout
 from coordinator.http.middleware import ID_HEADERS, WRITTEN, json_response
 from coordinator.http.sse import EventStream
-from coordinator.live.worker_rows import worker_rows
+from coordinator.live.worker_rows import link_rows, worker_rows
 from coordinator.requests.spec import Json
 from coordinator.requests.timeline import MAX_ENDED
 from coordinator.requests.waterfall import shown
@@ -69,6 +69,15 @@ async def scale(request: web.Request) -> web.Response:
     prefill, decode = await services.scale(prefill, decode)
     services.registry.expected |= {"prefill": prefill, "decode": decode}
     return json_response({"prefill": prefill, "decode": decode})
+
+
+@routes.post("/admin/links")
+async def links(request: web.Request) -> web.StreamResponse:
+    """Measure the KV link from each prefill worker to each decode worker anew by trial hand-offs, one pair at a time.
+    The response is sent at the end, and lists all links that are measured. The body is ignored."""
+    dispatcher = request.app[SERVICES].dispatcher
+    await dispatcher.measure_links()
+    return await deliver_whole(request, json_response({"links": link_rows(dispatcher)}))
 
 
 @routes.get("/admin/requests")

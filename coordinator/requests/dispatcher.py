@@ -168,6 +168,12 @@ class Dispatcher:
     def measured(self, worker: WorkerHandle, message: Measured) -> None:
         self._link_trials.measured(worker, message)
 
+    async def measure_links(self) -> None:
+        """Measure the links of all pairs of workers anew."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._link_trials.measure_all(lambda: None if done.done() else done.set_result(None))
+        await done
+
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
         """Retry the requests of a worker that was lost without a Goodbye.
 
@@ -242,6 +248,7 @@ class Dispatcher:
                 self._assignments.renew_leases()
             if self.queue_pressure is not None:
                 self.queue_pressure.look(self.router.backlog_steps())
+            self._link_trials.look(now)
             for worker in list(self.registry) if listened else ():
                 self._silence.look_for_stalls(worker, now)
             self._limits.look(now, self._placer.workerless_since, draining=self.draining)

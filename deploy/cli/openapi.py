@@ -48,6 +48,7 @@ ANSWERS: dict[str, type[answer_types.Answer]] = {
     "GET /admin/requests/{id}": page_types.TracedRequest,
     "POST /admin/drain": page_types.Drained,
     "POST /admin/scale": page_types.Scaled,
+    "POST /admin/links": page_types.MeasuredLinks,
 }
 """The types of successful answers in JSON, by method and path."""
 STREAMS: dict[str, type[answer_types.Answer] | None] = {

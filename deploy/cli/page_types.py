@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from deploy.cli.answer_types import Answer
@@ -188,3 +189,19 @@ class Scaled(Answer):
 
     prefill: int
     decode: int
+
+
+class MeasuredLink(Answer):
+    """The rate of a large trial hand-off in megabytes per second, and the milliseconds of a small one."""
+
+    from_: str = msgspec.field(name="from")
+    to: str
+    transport: str
+    mb_s: float | None
+    ms: float | None
+
+
+class MeasuredLinks(Answer):
+    """All links that are measured."""
+
+    links: list[MeasuredLink]

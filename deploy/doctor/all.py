@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from common.config.doctor import DoctorConfig
@@ -11,7 +11,7 @@ from common.platform.gpu import Gpu
 from deploy.doctor import configuration, machine, system
 from deploy.doctor.finding import Check, Finding, bad, run
 from deploy.launcher import fleet
-from deploy.running_system import Answers, ask
+from deploy.running_system import Answers, ask, measure_links
 
 
 def checks(config: DoctorConfig, our_version: str) -> Iterator[Finding]:
@@ -50,6 +50,9 @@ def checks(config: DoctorConfig, our_version: str) -> Iterator[Finding]:
         assert unreachable is not None
         yield system.unreachable(config.server_url, unreachable, config.url is not None)
         return
+    if config.links:
+        yield from run("links", partial(_measure, config))
+        answers = _answers(config)[0] or answers
     for subject, check in (
         ("system", partial(system.system, config.server_url, answers, our_version)),
         ("workers", partial(system.workers, answers)),
@@ -72,9 +75,19 @@ def _gpus(config: DoctorConfig) -> tuple[list[Gpu], str, StartError | None]:
     return gpus, why, None
 
 
+def _measure(config: DoctorConfig) -> Iterable[Finding]:
+    """Have the running system measure all its links anew."""
+    measure_links(*_server(config))
+    return ()
+
+
+def _server(config: DoctorConfig) -> tuple[str, str | None]:
+    """Return the URL of the running server, and the key for it."""
+    return config.server_url, config.admin_api_key or next(iter(config.api_keys()), None)
+
+
 def _answers(config: DoctorConfig) -> tuple[Answers | None, StartError | None]:
-    key = config.admin_api_key or next(iter(config.api_keys()), None)
     try:
-        return ask(config.server_url, key, "--admin-api-key"), None
+        return ask(*_server(config), "--admin-api-key"), None
     except StartError as error:
         return None, error

@@ -126,16 +126,17 @@ def links(answers: Answers) -> Iterator[Finding]:
             )  # fmt: skip
         elif (each.gb_per_s or 0.0) < SLOW_SHARE * medians[each.transport]:
             rate = human_bytes(int(medians[each.transport] * 1e9))
-            yield warning(
-                "links", f"{text}: the median of its kind is {rate}/s", "look at the network between the two hosts"
-            )
+            busy = "measure again with --links: their host may have been busy"
+            todo = busy if each.on_one_host else "look at the network between the two hosts, or measure again: --links"
+            yield warning("links", f"{text}: the median of its kind is {rate}/s", todo)
         elif len(measured) <= MOST_PAIRS:
             yield good("links", text)
     if len(measured) > MOST_PAIRS:
         shown_rates = ", ".join(f"{kind} {human_bytes(int(rate * 1e9))}/s" for kind, rate in medians.items())
         yield good("links", f"{len(measured)} pairs measured, medians: {shown_rates}")
     if missing := len(found) - len(measured):
-        yield good("links", f"{missing} of {len(found)} pairs were not measured: a worker is, with the first to join")
+        pairs_shown = f"{missing} of {len(found)} pairs were not measured"
+        yield good("links", f"{pairs_shown}: a worker is, with a few others, when it joins; --links measures all")
     for worker in answers.workers:
         for name in worker.get("avoids", ()):
             yield warning(

@@ -38,10 +38,10 @@ def complete(system: RunningSystem) -> str:
         return str(json.load(response)["id"])
 
 
-def pid_of(system: RunningSystem, name: str) -> int:
+def row_of(system: RunningSystem, name: str) -> dict[str, Any]:
     asked = urllib.request.Request(f"{system.url}/admin/workers", headers={"Authorization": f"Bearer {ADMIN}"})
     with urllib.request.urlopen(asked) as response:
-        return next(int(each["pid"]) for each in json.load(response)["workers"] if each["id"] == name)
+        return next(each for each in json.load(response)["workers"] if each["id"] == name)
 
 
 def test_doctor_finds_a_healthy_system(system: RunningSystem, checkpoint: Callable[[str], Path]) -> None:
@@ -54,8 +54,13 @@ def test_doctor_finds_a_healthy_system(system: RunningSystem, checkpoint: Callab
     assert sorted(text.split()[0] for text in texts["workers"]) == ["decode-0", "prefill-0"]
     assert [text for text in texts["links"] if text.startswith("prefill-0 to decode-0: shm, ")], texts
     assert [text for text in texts["clocks"] if "within" in text], texts
+    before = row_of(system, "prefill-0")["links"]
+    done = tandem("doctor", checkpoint("llama"), "--links", *words)
+    assert done.returncode == 0 and "prefill-0 to decode-0: shm, " in done.stdout
+    (after,) = row_of(system, "prefill-0")["links"]
+    assert [after] != before and after["to"] == "decode-0" and after["gb_per_s"] > 0, "it was measured again"
     refused = tandem("doctor", "--url", system.url, "--admin-api-key", CLIENT, "--port", "0", "--control-port", "0")
-    assert refused.returncode == 1 and "give --admin-api-key or set TANDEM_ADMIN_API_KEY" in refused.stdout
+    assert refused.returncode == 1 and "with --admin-api-key or TANDEM_ADMIN_API_KEY" in refused.stdout
 
 
 SUBJECTS = ("system", "workers", "links", "clocks")
@@ -78,7 +83,7 @@ def test_top_shows_a_request_and_a_killed_worker(system: RunningSystem) -> None:
         second = complete(system)
         shown = terminal.frame(lambda shown: re.search(rf"{second[-8:]}  done .*decode-0", shown) is not None)
         assert shown.index(second[-8:]) < shown.index(name[-8:]), "the newest first"
-        os.kill(pid_of(system, "decode-0"), signal.SIGKILL)
+        os.kill(row_of(system, "decode-0")["pid"], signal.SIGKILL)
         terminal.frame(lambda shown: "absent" in shown or "lost" in shown or "dead" in shown)
         terminal.frame(lambda shown: "back" in shown)
         assert complete(system)

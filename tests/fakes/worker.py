@@ -232,7 +232,7 @@ class FakeWorker:
             case ResendPrompt(request=request, attempt=attempt, start=start):
                 self._resend_prompt(control, TransferId(request, attempt), start)
             case Measure(peer=peer, tokens=tokens) if self.role == "prefill":
-                send(control, Measured(peer.incarnation, "shm", tokens * 1000, 0.001))
+                self._say(control, Measured(peer.incarnation, "shm", tokens * 1000, 0.001))
             case Lease():
                 self._say(control, LeaseAck(self.hello.incarnation))
             case Drain():

@@ -50,3 +50,30 @@ def test_second_link_trial_measures_rate_and_third_latency() -> None:
     assert reported(1000, 0.00005) is None
     (link,) = links.of(ends[0])
     assert (link.transport, link.gb_per_s, link.latency_us) == ("shm", 2.0, 50.0)
+
+
+def test_a_pair_that_is_measured_anew_keeps_its_figures_until_then() -> None:
+    registry, links = Registry(None), LinkStats()
+    ends = prefill(registry, 0), decode(registry, 0)
+
+    def reported(link: str, count: int, seconds: float) -> Trial | None:
+        return links.measured(*ends, Measured(Incarnation("decode 0"), link, count, seconds))
+
+    first = links.again(*ends)
+    assert first is not None and pairs([first]) == [("p0", "d0")]
+    assert reported("shm", 1, 9.0) is not None, "pages are touched first"
+    assert reported("shm", 2_000_000, 0.001) is not None
+    assert reported("shm", 1000, 0.00005) is None
+    again = links.again(*ends)
+    assert again is not None and again.tokens == first.tokens
+    assert links.again(*ends) is not None, "one that was lost"
+    latency = reported("zmq", 1_000_000, 0.001)
+    assert latency is not None and latency.tokens == LATENCY_TOKENS
+    (link,) = links.of(ends[0])
+    assert (link.transport, link.gb_per_s, link.latency_us) == ("shm", 2.0, 50.0)
+    assert reported("zmq", 1000, 0.0001) is None
+    (link,) = links.of(ends[0])
+    assert (link.transport, link.gb_per_s, link.latency_us) == ("zmq", 1.0, 100.0)
+    assert links.again(*ends) is not None
+    links.forget(ends[1])
+    assert links.of(ends[0]) == []

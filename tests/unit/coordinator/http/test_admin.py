@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from common.net.messages import Drain, Goodbye, PromptChunk, Timing
+from common.net.messages import Drain, Goodbye, Measure, Measured, PromptChunk, Timing
+from coordinator.cluster import link_trials
 from coordinator.http.admin import MAX_REQUESTS
 from coordinator.live import feed as feeds
-from tests.leaked_keys import register
+from tests.leaked_keys import new_key, register
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until
 
 
@@ -42,6 +43,35 @@ async def test_workers_as_they_see_themselves(cluster: FakeCluster) -> None:
     prefill, decode = body["workers"]
     assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
     assert decode["links"] == [] and prefill["transports"] == decode["transports"] == ["shm", "zmq"]
+
+
+async def test_all_links_are_measured_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair at a time; a worker that sends no result is not waited for, and two clients share one measurement."""
+    monkeypatch.setattr(link_trials, "PATIENCE_S", 0.2)
+    async with open_cluster(model, "prefill", "decode", "decode") as cluster:
+        silent = await cluster.add("prefill", drop={Measured})
+        stats, (first, *_) = cluster.dispatcher.link_stats, cluster.services.registry
+        await until(lambda: len(stats.of(first)) == 2, "the links of the first are measured")
+        await until(lambda: len(silent.got(Measure)) == 2, "those of the other have been tried")
+        before = {worker.name: len(worker.got(Measure)) for worker in cluster.workers}
+        answers = await asyncio.gather(*(cluster.post("/admin/links", {}) for _ in range(2)))
+        for response, body in answers:
+            assert response.status == 200
+            assert {(each["from"], each["to"]) for each in body["links"]} >= {
+                ("prefill-0", "decode-1"), ("prefill-0", "decode-2"),
+            }  # fmt: skip
+        after = {worker.name: len(worker.got(Measure)) for worker in cluster.workers}
+        assert after["prefill-0"] - before["prefill-0"] == 4, "a rate and a latency with each of two"
+        assert after[silent.name] - before[silent.name] == 2, "a first trial with each of two"
+
+
+async def test_without_pairs_there_is_nothing_to_measure(model: Path) -> None:
+    async with open_cluster(model, "colocated") as cluster:
+        response, body = await cluster.post("/admin/links", {})
+        assert response.status == 200 and body == {"links": []}
+    async with open_cluster(model, "prefill", "decode", admin_api_key=new_key()) as cluster:
+        response, _ = await cluster.post("/admin/links", {})
+        assert response.status == 401
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ async def test_pages_are_described(served: FakeCluster) -> None:
     response, body = await served.post("/admin/drain", {"worker": served.workers[0].name})
     assert response.status == 202
     conforms(ANSWERS["POST /admin/drain"], body)
+    _, body = await served.post("/admin/links", {})
+    conforms(ANSWERS["POST /admin/links"], body)
 
 
 async def test_errors_are_described(served: FakeCluster) -> None:

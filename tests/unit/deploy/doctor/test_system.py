@@ -98,6 +98,11 @@ def test_links_of_all_pairs() -> None:
     assert found["prefill-0 to decode-0: zmq, 4.0 GB/s, 300 µs"] == "good"
     slow = "prefill-0 to decode-2: zmq, 0.4 GB/s, 300 µs: the median of its kind is 3.7 GiB/s"
     assert found[slow] == "warning"
+    (todo,) = (each.do for each in system.links(answers(sends, *others)) if each.text == slow)
+    assert "network" in todo
+    here = [worker(f"decode-{number}") for number in range(3)]
+    (todo,) = (each.do for each in system.links(answers(sends, *here)) if "0.4 GB/s" in each.text)
+    assert "network" not in todo
     assert [each for each in found if each.startswith("1 of 4 pairs were not measured")]
     assert [each for each in found if "does not hand over to decode-1" in each]
 
