@@ -201,20 +201,27 @@ class CudaDriver:
         if self._suits_kernel(sources, targets, sizes):
             self._copy_by_kernel(sources, targets, sizes)
             return
-        if self._batch is not None and len(sizes) > 1:
-            attributes = _CopyAttributes(_IN_STREAM_ORDER, _Location(), _Location(), 0)
-            first = ctypes.c_size_t(0)  # from piece 0 on, these attributes hold
-            columns = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
-            pointers = [each.ctypes.data_as(ctypes.c_void_p) for each in columns]
-            self._call(
-                "cuMemcpyBatchAsync_v2", *pointers, ctypes.c_size_t(len(sizes)), ctypes.byref(attributes),
-                ctypes.byref(first), ctypes.c_size_t(1), self._stream,
-            )  # fmt: skip
+        if self._batch is not None and len(sizes) > 1 and self._copy_at_once(self._batch, sources, targets, sizes):
             return
         copy, stream = self._cuda.cuMemcpyAsync, self._stream
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             if status := copy(ctypes.c_ulonglong(target), ctypes.c_ulonglong(source), ctypes.c_size_t(size), stream):
                 raise self._failed("cuMemcpyAsync", status)
+
+    def _copy_at_once(self, batch: Any, sources: Numbers, targets: Numbers, sizes: Numbers) -> bool:
+        """Copy all pieces by one call of the driver. If it refuses, return False, and do without it from then on."""
+        attributes = _CopyAttributes(_IN_STREAM_ORDER, _Location(), _Location(), 0)
+        first = ctypes.c_size_t(0)  # from piece 0 on, these attributes hold
+        columns = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
+        pointers = [each.ctypes.data_as(ctypes.c_void_p) for each in columns]
+        status = batch(
+            *pointers, ctypes.c_size_t(len(sizes)), ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1),
+            self._stream,
+        )  # fmt: skip
+        if status:
+            log.warning("pieces of KV are copied one by one: %s", self._failed("cuMemcpyBatchAsync_v2", status))
+            self._batch = None
+        return not status
 
     def _suits_kernel(self, sources: Numbers, targets: Numbers, sizes: Numbers) -> bool:
         """Return whether these pieces are copied by a kernel: many aligned ones within device memory. For host memory

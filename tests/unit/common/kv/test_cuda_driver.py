@@ -99,6 +99,38 @@ def test_copies_wait_for_the_engine_and_events_are_polled() -> None:
     assert driver.query(event)
 
 
+class Newer(Libcuda):
+    """A driver of CUDA 13, whose call for many copies returns ``status``."""
+
+    def __init__(self, status: int = 0) -> None:
+        super().__init__()
+        self.status, self.batches = status, list[list[list[int]]]()
+
+    def cuMemcpyBatchAsync_v2(self, *arguments: Any) -> int:
+        count = arguments[3].value
+        columns = [ctypes.cast(each, ctypes.POINTER(ctypes.c_uint64 * count)).contents for each in arguments[:3]]
+        self.batches.append([list(each) for each in columns])
+        assert (arguments[4]._obj.source_order, arguments[5]._obj.value, arguments[6].value) == (1, 0, 1)
+        return self.status
+
+
+def test_several_pieces_are_one_call_of_a_newer_driver() -> None:
+    library, pieces = Newer(), np.array([1, 2, 3], np.int64)
+    driver = CudaDriver(0, lambda: 5, library)
+    driver.copy_async(pieces, pieces + 10, pieces + 100)
+    assert library.batches == [[[11, 12, 13], [1, 2, 3], [101, 102, 103]]], "targets, sources, sizes"
+    assert not library.named("cuMemcpyAsync")
+
+
+def test_pieces_are_copied_one_by_one_if_the_driver_refuses_them_together(caplog: pytest.LogCaptureFixture) -> None:
+    library, pieces = Newer(status=801), np.array([1, 2, 3], np.int64)
+    driver = CudaDriver(0, lambda: 5, library)
+    for copies in (3, 6):
+        driver.copy_async(pieces, pieces + 10, pieces)
+        assert len(library.named("cuMemcpyAsync")) == copies
+    assert len(library.batches) == 1 and len(caplog.messages) == 1 and "801" in caplog.text
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch whose streams do nothing, and whose GPU is the CPU."""
