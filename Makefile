@@ -155,7 +155,7 @@ needs = $(call install,-c constraints.txt $$($(BIN)/python -c 'import sys, tomll
 # CUDA; where no NVIDIA driver is loaded, PyTorch's index has one for CPUs, a tenth as large. Triton is pinned to the version
 # that the former requires.
 EXTRAS ?=
-TORCH ?= $(if $(wildcard /proc/driver/nvidia/version /dev/dxg),cuda,cpu)
+TORCH ?= $(if $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/dxg),cuda,cpu)
 CPU_TORCH = $(PIP) --no-deps --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/kernels/cpu/*.c common/kernels/cpu/*.h common/kv/*.c)
 	@echo "installing the pinned dependencies (once; a minute or more, of which the C kernels take most)"

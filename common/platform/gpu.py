@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/dev/dxg")
-"""Files that exist where an NVIDIA driver is loaded: on Linux, and on Linux in Windows."""
+_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg")
+"""Files of which one exists where an NVIDIA driver is loaded: on Linux, in sandboxes that show a process only the
+devices, and on Linux in Windows."""
 _ORDINAL = re.compile(r"\d+")
 _UUID = "GPU-", "MIG-"
 """Beginnings of the names of GPUs, and of parts of GPUs."""
