@@ -39,27 +39,29 @@ _CALLS_OF_A_GRAPH = 10
 
 
 def correct(setting: Setting) -> list[Row]:
-    """Run the sampled grid of the tests on the device, in several processes. Raises StartError with the cases that are
-    wrong."""
+    """Run on the device what the tests run in Triton's interpreter, in several processes: the sampled grid of attention
+    and products, and the kernels around them. Raises StartError with the cases that are wrong."""
     shares = [f"0/{DRY_SHARES}"] if setting.dry else [f"{share}/{PROCESSES}" for share in range(PROCESSES)]
-    words = [sys.executable, "-m", "tests.triton.grid", "--sample", "--device", "cpu" if setting.dry else "cuda"]
+    programs = [["tests.triton.grid", "--sample", "--share", share] for share in shares]
+    programs += [["tests.triton.parts"], ["tests.triton.layers"]]
+    device = "cpu" if setting.dry else "cuda"
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if setting.dry else {}), "OMP_NUM_THREADS": "1"}
     runs = [
         subprocess.Popen(
-            [*words, "--share", share],
+            [sys.executable, "-m", *program, "--device", device],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for share in shares
+        for program in programs
     ]
     said = [run.communicate()[0] for run in runs]
     if broken := [text for run, text in zip(runs, said, strict=True) if run.returncode]:
         raise StartError("kernels are wrong on this device", "".join(broken)[-2000:], "correct them")
     count = sum(int(text.splitlines()[-1].split()[0]) for text in said)
-    return [Row("", "cases of the kernels' grid that equal the oracle", "", count, (), note="none is wrong")]
+    return [Row("", "cases of the kernels that equal the oracle", "", count, (), note="none is wrong")]
 
 
 def g3(setting: Setting) -> list[Row]:
