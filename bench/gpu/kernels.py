@@ -15,6 +15,7 @@ from torch.nn import functional
 from bench.goals.figures import GoalTarget, Row
 from bench.gpu.stages import Setting
 from bench.gpu.timing import seconds_per_call
+from bench.load.processes import die_with_parent
 from bench.load.results import ROOT
 from common.attention.interface import Params, Span
 from common.core.errors import StartError
@@ -54,6 +55,7 @@ def correct(setting: Setting) -> list[Row]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=die_with_parent,  # the card belongs to the next stage if this one takes too long
         )
         for program in programs
     ]

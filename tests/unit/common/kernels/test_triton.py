@@ -107,10 +107,12 @@ from common.core.sequence import Batch, Segment
 from common.engine.loading import load_engine
 from common.engine.runner import sequence_of
 import deploy.worker, prefill.role, decode.role
-engine = load_engine(
-    open_checkpoint(str(builtin.path())), num_kv_blocks=64, max_batched_tokens=64, max_num_seqs=4, batch_hint=4
-)
-assert engine.step(Batch((Segment(sequence_of([5, 6, 7]), 0, 3),), ([0],))).tokens[0]
+for how in ({}, {"quantization": "int4"}, {"quantization": "int8", "products": "exact"}):
+    engine = load_engine(
+        open_checkpoint(str(builtin.path())), num_kv_blocks=64, max_batched_tokens=64, max_num_seqs=4, batch_hint=4,
+        **how,
+    )
+    assert engine.step(Batch((Segment(sequence_of([5, 6, 7]), 0, 3),), ([0],))).tokens[0]
 used = [name for name in sys.modules if name.startswith("common.kernels.triton.") or name == "common.attention.flash"]
 assert used == ["common.kernels.triton.spans"] * len(used), used
 assert sys.modules["triton"] is None and "torch._dynamo" in sys.modules
