@@ -162,23 +162,29 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
         name, tag = hub.split_tag(model)
         hub.check_id(name, path)
         first = hub.download_first(name, revision)
-        if tag or not (first / "config.json").is_file():
-            names = hub.gguf_names(name, revision, first)
-            file, note = hub.choose_gguf(names, tag)
-            if file:
-                return open_gguf_checkpoint(model, hub.download_gguf(name, revision, file), revision, note)
-            if tag:
-                raise hub.no_such_gguf(model, tag, names)
+        file, note = hub.find_gguf(name, revision, tag, first)
+        if file:
+            return open_gguf_checkpoint(model, hub.download_gguf(name, revision, file), revision, note)
         refuse_unsupported(model, read_config(model, first), trust_remote_code)
         path = hub.download_rest(name, revision, first, trust_remote_code)
-    names = [] if any(path.glob("*.safetensors")) else sorted(file.name for file in path.glob("*.gguf"))
+    names = [] if any(path.glob("*.safetensors")) else _gguf_names(path)
     if names:  # whether there is a config.json beside them or not
         file, note = hub.choose_gguf(names, "")
-        return open_gguf_checkpoint(model, path / file, revision, note if len(names) > 1 else "")
+        if not file:
+            why = f"its GGUF files hold no language model: {', '.join(names[:3])}"
+            raise StartError(f"cannot serve {model}", why, "download the file of the language model, too")
+        return open_gguf_checkpoint(model, path / file, revision, note)
     config = read_config(model, path)
     refuse_unsupported(model, config, trust_remote_code)
     weights, notes = choose_files(model, path)
     return assemble(model, revision, config, path, weights, notes, trust_remote_code)
+
+
+def _gguf_names(path: Path) -> list[str]:
+    """Return the GGUF files at the top of the directory ``path``; without any, those in folders of it, where
+    repositories have the shards of large models."""
+    files = list(path.glob("*.gguf")) or list(path.glob("*/*.gguf"))
+    return sorted(str(file.relative_to(path)) for file in files)
 
 
 def assemble(

@@ -26,6 +26,8 @@ LEFT_OUT = (
 """Duplicates of the weights, in other layouts or of earlier steps of a training."""
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _GGUF = b"GGUF"
+_OTHER_GGUF = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+"""In the names of GGUF files that hold no language model: encoders of images, and statistics for quantizers."""
 _SHOWN = 20
 """Most names of files in an error."""
 _PREFERRED = (
@@ -79,18 +81,39 @@ def split_tag(model: str) -> tuple[str, str]:
 
 def choose_gguf(names: Sequence[str], tag: str) -> tuple[str, str]:
     """Return which of the files ``names`` (the first shard of several) is that of ``tag``, whole words of its name in
-    any case, and a note. Without a tag it is Q4_K_M, else the smallest type with at least 4 bits. ("", "") if there is
-    none."""
-    files = [name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()]
+    any case, and a note if one of several was chosen without a tag: Q4_K_M, else the smallest type with at least 4
+    bits. ("", "") if there is none."""
+    files = [name for name in names if name.lower().endswith(".gguf") and not _OTHER_GGUF.search(name)]
     firsts = [name for name in files if not (shard := _SHARD.search(name)) or int(shard[1]) == 1]
     if tag:
-        whole = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?=[-._/])", re.IGNORECASE)
-        matching = [name for name in firsts if whole.search(name)]
-        return (min(matching, key=len), "") if matching else ("", "")
-    for quant in _PREFERRED:
-        if matching := [name for name in firsts if re.search(rf"(?:^|[-._/]){quant}(?=[-._/])", name, re.IGNORECASE)]:
-            return min(matching, key=len), f"{Path(min(matching, key=len)).name} was chosen of {len(firsts)} files"
-    return (firsts[0], f"{Path(firsts[0]).name} was chosen of {len(firsts)} files") if firsts else ("", "")
+        return _shortest(firsts, tag), ""
+    found = next((each for quant in _PREFERRED if (each := _shortest(firsts, quant))), firsts[0] if firsts else "")
+    return found, f"{Path(found).name} was chosen of {len(firsts)} files" if len(firsts) > 1 else ""
+
+
+def _shortest(names: Sequence[str], tag: str) -> str:
+    """Return the shortest of ``names`` that has ``tag`` as whole words, "" if none has."""
+    whole = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?=[-._/])", re.IGNORECASE)
+    return min((name for name in names if whole.search(name)), key=len, default="")
+
+
+def find_gguf(model: str, revision: str | None, tag: str, first: Path) -> tuple[str, str]:
+    """Return the GGUF file of the repository ``model`` to be served, and a note as :func:`choose_gguf`; ("", "") if its
+    weights are others. Without a ``tag`` that is one of a repository without safetensors weights, also if it has a
+    config.json. ``first``: its snapshot with the configuration. Raises StartError if no file has the ``tag``."""
+    if not tag and _has_safetensors(model, revision, first):
+        return "", ""
+    names = gguf_names(model, revision, first)
+    file, note = choose_gguf(names, tag)
+    if tag and not file:
+        raise no_such_gguf(f"{model}:{tag}", tag, names)
+    return file, note
+
+
+def _has_safetensors(model: str, revision: str | None, first: Path) -> bool:
+    if not (first / "config.json").is_file():
+        return False
+    return bool(indexed_files(first)) or any(first.glob("*.safetensors")) or bool(weight_names(model, revision))
 
 
 def gguf_names(model: str, revision: str | None, first: Path) -> list[str]:

@@ -62,13 +62,9 @@ def preview(model: str, revision: str | None = None, trust_remote_code: bool = F
     name, tag = hub.split_tag(model)
     hub.check_id(name, path)
     first = hub.download_first(name, revision)
-    if tag or not (first / "config.json").is_file():
-        listed = hub.gguf_names(name, revision, first)
-        file, note = hub.choose_gguf(listed, tag)
-        if file:
-            return _of_gguf(model, name, revision, first / file, file, note)
-        if tag:
-            raise hub.no_such_gguf(model, tag, listed)
+    file, note = hub.find_gguf(name, revision, tag, first)
+    if file:
+        return _of_gguf(model, name, revision, first / file, file, note)
     config = read_config(model, first)
     refuse_unsupported(model, config, trust_remote_code)
     text = hub.download_text(name, revision)

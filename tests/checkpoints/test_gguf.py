@@ -327,7 +327,7 @@ def test_a_file_is_served_under_its_name(model: str, name: str) -> None:
 
 def test_without_a_tag_the_smallest_of_at_least_4_bits() -> None:
     assert hub.choose_gguf(("a-Q2_K.gguf", "a-Q8_0.gguf", "a-Q5_K_M.gguf"), "")[0] == "a-Q5_K_M.gguf"
-    assert hub.choose_gguf(("only.gguf",), "") == ("only.gguf", "only.gguf was chosen of 1 files")
+    assert hub.choose_gguf(("a-imatrix.gguf", "mmproj-Q4_0.gguf", "only.gguf"), "") == ("only.gguf", "")
     assert hub.choose_gguf((), "") == ("", "")
 
 

@@ -124,6 +124,18 @@ def test_a_directory_of_gguf_files_with_a_configuration(checkpoint: Callable[[st
     assert open_checkpoint(str(tmp_path)).source == file
 
 
+def test_shards_in_a_folder_of_the_directory(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "Q8_0").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    file = gguf_of(checkpoint("llama"), tmp_path / "Q8_0" / "x-Q8_0.gguf", shards=3)
+    assert open_checkpoint(str(tmp_path)).source == file
+
+
+def test_a_directory_with_an_encoder_of_images_alone(tmp_path: Path) -> None:
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"GGUF")
+    assert "no language model: mmproj-f16.gguf" in why_not(tmp_path)
+
+
 def test_a_generated_directory_that_lost_a_file_is_made_again(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -207,6 +207,26 @@ def test_what_is_downloaded_to_be_served(checkpoint: Callable[[str], Path], tmp_
     assert hub.sent["model.safetensors"] == (published / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("folder", ["", "Q8_0"])
+@pytest.mark.parametrize("tag", ["", ":Q8_0"])
+def test_a_repository_of_gguf_files_that_has_a_configuration(
+    tag: str, folder: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Many repositories of GGUF files have the original's config.json, and large models as shards in a folder."""
+    (published := tmp_path / "published").mkdir()
+    (published / folder).mkdir(exist_ok=True)
+    shutil.copy(checkpoint("llama") / "config.json", published)
+    gguf_of(checkpoint("llama"), published / folder / "m-Q8_0.gguf", shards=3 if folder else 1)
+    (published / "mmproj-Q8_0.gguf").write_bytes(b"GGUF")
+    code = f"from common.checkpoint.files import open_checkpoint; print(open_checkpoint({MODEL + tag!r}).weight_files)"
+    with FakeHub(published) as hub:
+        seen = run(hub, tmp_path, "-m", "deploy.cli", "inspect", MODEL + tag, "--json")
+        done = run(hub, tmp_path, "-c", code)
+    assert seen.returncode == 0 and json.loads(seen.stdout)["format"] == "GGUF", seen.stdout + seen.stderr
+    assert done.returncode == 0 and done.stdout.count("m-Q8_0") == (4 if folder else 1), done.stderr
+    assert "mmproj-Q8_0.gguf" not in hub.sent
+
+
 def test_the_command_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
     code = (
         "import sys\nfrom deploy.cli.main import main\n"

@@ -58,11 +58,11 @@ class FakeHub:
             f"/api/models/{MODEL}/revision/{COMMIT}",
         ):
             self._json(request, self._info())
-        elif re.fullmatch(rf"/api/models/{MODEL}/tree/[^/]+/?", path):
-            self._json(request, [self._entry(file) for file in self._files()])
+        elif found := re.fullmatch(rf"/api/models/{MODEL}/tree/[^/]+/?(.*)", path):
+            self._json(request, [self._entry(file) for file in self._files() if self._name(file).startswith(found[1])])
         elif re.fullmatch(rf"/api/models/{MODEL}/paths-info/[^/]+", path):
             names = self._asked_paths(request, body)
-            self._json(request, [self._entry(file) for file in self._files() if file.name in names])
+            self._json(request, [self._entry(file) for file in self._files() if self._name(file) in names])
         elif found := re.fullmatch(rf"/{MODEL}/resolve/[^/]+/(.+)", path):
             self._file(request, self.published / found[1])
         else:
@@ -74,17 +74,20 @@ class FakeHub:
         return parse_qs(body.decode())["paths"]
 
     def _files(self) -> list[Path]:
-        return sorted(file for file in self.published.iterdir() if file.is_file())
+        return sorted(file for file in self.published.rglob("*") if file.is_file())
+
+    def _name(self, file: Path) -> str:
+        return str(file.relative_to(self.published))
 
     def _info(self) -> dict[str, Any]:
-        siblings = [{"rfilename": file.name} for file in self._files()]
+        siblings = [{"rfilename": self._name(file)} for file in self._files()]
         return {"_id": "0", "id": MODEL, "modelId": MODEL, "sha": COMMIT, "private": False, "siblings": siblings}
 
     def _entry(self, file: Path) -> dict[str, Any]:
-        return {"type": "file", "oid": self._etag(file), "size": file.stat().st_size, "path": file.name}
+        return {"type": "file", "oid": self._etag(file), "size": file.stat().st_size, "path": self._name(file)}
 
     def _etag(self, file: Path) -> str:
-        return hashlib.sha1(file.name.encode(), usedforsecurity=False).hexdigest()
+        return hashlib.sha1(self._name(file).encode(), usedforsecurity=False).hexdigest()
 
     def _json(self, request: BaseHTTPRequestHandler, answer: Any) -> None:
         data = json.dumps(answer).encode()
@@ -105,7 +108,7 @@ class FakeHub:
             data, status = data[first : last + 1], 206
         self._head(request, status, headers | {"content-length": str(len(data))})
         if request.command == "GET":
-            self.sent[file.name] += len(data)
+            self.sent[self._name(file)] += len(data)
             request.wfile.write(data)
 
     def _head(self, request: BaseHTTPRequestHandler, status: int, headers: dict[str, str]) -> None:
