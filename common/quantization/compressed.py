@@ -132,21 +132,17 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _arguments(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return how the weight of ``module`` is quantized: by the group that names it, else by that of all linear layers,
-    else by one of another class."""
+    """Return how the weight of ``module`` is quantized: by the group that has its name, else by one whose pattern fits
+    it, else by that of all linear layers, else by one of another class."""
     groups = settings.get("config_groups")
-    of_class: dict[str, Mapping[str, Any]] = {}
+    named, fitting, of_class = list[Mapping[str, Any]](), list[Mapping[str, Any]](), dict[str, Mapping[str, Any]]()
     for group in groups.values() if isinstance(groups, dict) else ():
         weights: Mapping[str, Any] = group.get("weights") or {}
         for target in group.get("targets") or ():
-            if _names(target, module):
-                return weights
-            if target[:1].isupper():
+            if module == target or module.endswith(f".{target}"):
+                named.append(weights)
+            elif target.startswith("re:") and re.match(target[3:], module):
+                fitting.append(weights)
+            elif target[:1].isupper():
                 of_class.setdefault(target, weights)
-    return of_class.get("Linear") or next(iter(of_class.values()), {})
-
-
-def _names(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return module == target or module.endswith(f".{target}")
+    return next(iter([*named, *fitting]), None) or of_class.get("Linear") or next(iter(of_class.values()), {})

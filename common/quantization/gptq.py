@@ -35,13 +35,14 @@ def open_gptq(files: TensorFiles, settings: Mapping[str, Any]) -> WeightSource:
 def _read(files: TensorFiles, module: str, settings: Mapping[str, Any]) -> QuantizedWeight:
     words, scales = files.read(f"{module}.qweight"), files.read(f"{module}.scales").t()
     group_of = files.find(f"{module}.g_idx")
-    bits = _bits(words, group_of, settings)
+    packed_zeros = files.read(f"{module}.qzeros")
+    bits = _bits(words, group_of, packed_zeros, len(scales), settings)
     columns = words.shape[0] * 32 // bits
     groups = scales.shape[1]
     size = int(settings.get("group_size") or -1)
     if size < 1 or -(-columns // size) != groups:  # modules may have settings of their own
         size = -(-columns // groups)
-    zeros = unpack_int32(files.read(f"{module}.qzeros"), bits, 1).t()
+    zeros = unpack_int32(packed_zeros, bits, 1).t()
     if len(zeros) - 32 >= len(scales):
         raise ValueError(f"its qzeros are for {len(zeros)} rows, not {len(scales)}")
     zeros = zeros[: len(scales)].int()
@@ -59,14 +60,19 @@ def _read(files: TensorFiles, module: str, settings: Mapping[str, Any]) -> Quant
     return regroup(Grouped(codes, scales.contiguous(), size, bits, f"GPTQ {bits}-bit", zeros, group_of=group_of))
 
 
-def _bits(words: torch.Tensor, group_of: torch.Tensor | None, settings: Mapping[str, Any]) -> int:
-    """Return the bits of a code: those that the shapes say, since modules may have settings of their own."""
+def _bits(
+    words: torch.Tensor, group_of: torch.Tensor | None, zeros: torch.Tensor, rows: int, settings: Mapping[str, Any]
+) -> int:
+    """Return the bits of a code: those that the shapes say, since modules may have settings of their own. Without
+    ``group_of`` these are the packed ``zeros`` of all ``rows``."""
     if group_of is not None and group_of.numel():
         bits, rest = divmod(words.shape[0] * 32, group_of.numel())
         if rest:
             raise ValueError(f"its g_idx has {group_of.numel()} entries, which does not fit its qweight")
     else:
-        bits = int(settings.get("bits", 4))
+        usual = int(settings.get("bits", 4))
+        fitting = [bits for bits in (usual, *_BITS) if zeros.shape[1] == -(-rows * bits // 32)]
+        bits = fitting[0] if fitting else usual
     if bits not in _BITS:
         raise ValueError(f"GPTQ with {bits} bits is not read")
     return bits

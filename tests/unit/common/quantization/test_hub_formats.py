@@ -92,6 +92,11 @@ def test_settings_of_other_modules_do_not_count(tmp_path: Path) -> None:
     check(weight_of(open_gptq(files_of(tmp_path, tensors), {"bits": 4, "group_size": 128})), expected)
 
 
+def test_bits_of_a_module_without_order_are_those_of_its_tensors(tmp_path: Path) -> None:
+    tensors, expected = hub.gptq(16, 128, 8, 64, g_idx=False)
+    check(weight_of(open_gptq(files_of(tmp_path, tensors), {"bits": 4, "group_size": 128})), expected)
+
+
 @pytest.mark.parametrize(("size", "order"), [(24, ""), (32, "uneven")])
 def test_irregular_groups_are_rounded_and_said(tmp_path: Path, size: int, order: str) -> None:
     tensors, expected = hub.gptq(16, 96, size=size, order=order)
@@ -201,6 +206,15 @@ def test_bits_of_the_group_that_names_the_module(tmp_path: Path) -> None:
     tensors, expected = hub.pack_quantized(16, 96, 8)
     settings = compressed(4, 32)
     settings["config_groups"]["group_1"] = {"targets": ["re:.*q_proj$"], "weights": {"num_bits": 8, "group_size": 32}}
+    check(weight_of(open_compressed(files_of(tmp_path, tensors), settings)), expected)
+
+
+def test_a_name_goes_before_a_pattern(tmp_path: Path) -> None:
+    """Whatever their order: so does compressed-tensors itself."""
+    tensors, expected = hub.pack_quantized(16, 96, 8)
+    settings = compressed(4, 32)
+    settings["config_groups"]["group_1"] = {"targets": ["re:.*"], "weights": {"num_bits": 4, "group_size": 32}}
+    settings["config_groups"]["group_2"] = {"targets": [MODULE], "weights": {"num_bits": 8, "group_size": 32}}
     check(weight_of(open_compressed(files_of(tmp_path, tensors), settings)), expected)
 
 
