@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,8 +74,9 @@ def write_rounded(
         why = "it has no matrices of linear layers that can be rounded"
         raise StartError(f"cannot quantize {checkpoint.name}", why, "serve it as it is")
     scales = torch.bfloat16 if checkpoint.dtype == "bfloat16" else torch.float16  # those of the model: loaders convert
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial = out.with_name(f"{_begun(out)}{os.getpid()}")
     try:
+        _remove_abandoned(out)
         partial.mkdir(parents=True)
         _copy_texts(checkpoint, partial)
         ignored = written.kept if _has_output(files) else [*written.kept, "lm_head"]  # it has the embedding's weight
@@ -86,6 +89,29 @@ def write_rounded(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return written
+
+
+def _begun(out: Path) -> str:
+    """Return how the names of directories begin in which processes of this machine write what becomes ``out``."""
+    return f".{out.name}.partial-{platform.node()}-"
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what processes that were killed have left of ``out``."""
+    for left in out.parent.glob(f"{glob.escape(_begun(out))}*"):
+        number = left.name.removeprefix(_begun(out))
+        if number.isdecimal() and (int(number) == os.getpid() or not _is_running(int(number))):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
 
 
 def _chosen(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -39,7 +41,8 @@ def run(config: QuantizeConfig) -> int:
         raise StartError(f"cannot quantize {config.model}", why, "serve it as it is, or name the unquantized model")
     bits: Literal[4, 8] = 4 if config.bits == "4" else 8
     kept = not_taken(original, open_rounded(original, bits), config.trust_remote_code)
-    written = write_rounded(original, out, bits, int(config.group), kept, _progress(original), config.symmetric)
+    with _exit_on_termination():
+        written = write_rounded(original, out, bits, int(config.group), kept, _progress(original), config.symmetric)
     _write_card(out, config, original, written, "Not measured.")
     left = f", {len(written.kept)} kept" if written.kept else ""
     print(
@@ -51,6 +54,16 @@ def run(config: QuantizeConfig) -> int:
         _write_card(out, config, original, written, quality)
         print(quality)
     return 0
+
+
+@contextlib.contextmanager
+def _exit_on_termination() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit, so that what was begun is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _progress(checkpoint: Checkpoint, clock: Callable[[], float] = time.monotonic) -> Progress:

@@ -4,8 +4,11 @@ again by our own reader; its card says what was done and what it costs."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +319,28 @@ def test_nothing_is_left_of_a_model_that_is_damaged(tmp_path: Path, capsys: pyte
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     assert name in refused(capsys, str(model), str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
+
+
+def test_nothing_is_left_when_the_process_is_terminated(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(quantize, "_progress", lambda _: lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        quantized(checkpoint("llama"), tmp_path / "out")
+    assert caught.value.code == 143 and not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_a_killed_process_left_is_removed(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also if it had the same process id, as in containers. What running processes write stays."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = {number: tmp_path / f"{export._begun(tmp_path / 'out')}{number}" for number in (ended.pid, os.getpid(), 1)}
+    for directory in left.values():
+        (directory / "nested").mkdir(parents=True)
+    quantized(checkpoint("llama"), tmp_path / "out")
+    assert {*tmp_path.iterdir()} == {tmp_path / "out", left[1]}
 
 
 def test_both_names_are_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
