@@ -43,14 +43,37 @@ def _faults(found: Preview, config: Mapping[str, Any]) -> Iterator[str]:
         return
     if config.get("model_type") not in _DENSE:
         return
+    plain, rest = not found.checkpoint.format.method, (_OTHER_TOWERS, _LAYER)
+    outside = {
+        name: tensor.shape
+        for name, tensor in found.tensors.items()
+        if not any(pattern.search(name) for pattern in rest)
+    }
+    for module, shape in _ends(config).items():
+        own = re.compile(rf"(?:^|\.)(?:{module})\.\w+")
+        of_module = {name: each for name, each in outside.items() if own.search(name)}
+        if not of_module:
+            yield f"its weights have no {module.partition('|')[0]}"
+        for name, stored in of_module.items():
+            if plain and name.endswith(".weight") and None not in shape and stored != shape:
+                yield f"{name} is {_shown(stored)}, but its configuration asks for {_shown(shape)}"
     wanted = _matrices(config)
     for at in range(count):
         for matrix, shape in wanted.items():
             if not any(name.startswith(f"{matrix}.") for name in layers[at]):
                 yield f"its weights have no {matrix} in layer {at}"
             got = layers[at].get(f"{matrix}.weight")
-            if not found.checkpoint.format.method and None not in shape and got is not None and got != shape:
+            if plain and None not in shape and got is not None and got != shape:
                 yield f"{matrix} of layer {at} is {_shown(got)}, but its configuration asks for {_shown(shape)}"
+
+
+def _ends(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the shapes of what a model has before and after its layers, by the names that it can have, with None where
+    the configuration does not say. A tied pair may be stored under either name."""
+    vocabulary, hidden = (config.get("vocab_size"), config.get("hidden_size")), (config.get("hidden_size"),)
+    if config.get("tie_word_embeddings") is False:
+        return {"embed_tokens": vocabulary, "norm": hidden, "lm_head": vocabulary}
+    return {"embed_tokens|lm_head": vocabulary, "norm": hidden}
 
 
 def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

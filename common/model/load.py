@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +75,17 @@ def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = Fal
     directory = checkpoint.model_directory
     try:
         if _finds_weights(checkpoint):
-            model, info = auto.from_pretrained(directory, output_loading_info=True, **how, **local)
+            model, info = auto.from_pretrained(
+                directory, output_loading_info=True, ignore_mismatched_sizes=True, **how, **local
+            )
         else:
             config = transformers.AutoConfig.from_pretrained(directory, **local)
             with torch.device("meta"):
                 whole = auto.from_config(config, trust_remote_code=trust_remote_code, **how)
             model, info = type(whole).from_pretrained(
-                None, config=config, state_dict=dict(_slices(checkpoint)), output_loading_info=True, **how
-            )
+                None, config=config, state_dict=dict(_slices(checkpoint)), output_loading_info=True,
+                ignore_mismatched_sizes=True, **how,
+            )  # fmt: skip
     except Exception as error:  # configuration and modelling code may raise anything
         raise unloadable(checkpoint, error) from error
     check_complete(checkpoint, info)
@@ -138,15 +141,27 @@ def unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
 
 
 def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    """Raise StartError if weights are missing: transformers fills them with random numbers, and a model with random
-    weights answers, but only nonsense."""
-    missing = sorted(info.get("missing_keys") or ()) + sorted(str(key) for key in info.get("mismatched_keys") or ())
-    if missing:
+    """Raise StartError if weights are missing or of another shape: transformers fills them with random numbers, and a
+    model with random weights answers, but only nonsense. ``info``: that of a loading with
+    ``ignore_mismatched_sizes``."""
+    if misfits := sorted(info.get("mismatched_keys") or ()):
+        name, stored, wanted = misfits[0]
         raise StartError(
             f"cannot load {checkpoint.name}",
-            f"{len(missing)} weights are missing or of the wrong shape, the first is {missing[0]}",
+            f"{len(misfits)} weights have other shapes than its configuration asks for, the first is {name}: "
+            f"{_shown(stored)}, not {_shown(wanted)}",
+            "correct config.json, or download the model again",
+        )
+    if missing := sorted(info.get("missing_keys") or ()):
+        raise StartError(
+            f"cannot load {checkpoint.name}",
+            f"{len(missing)} weights are missing, the first is {missing[0]}",
             "download the model again, all of its shards",
         )
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
 
 
 def detach_from_files(model: nn.Module) -> int:

@@ -79,7 +79,7 @@ def load_compact(
         if places.tied:
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         model, info = _emptied_class(type(whole), places).from_pretrained(
-            None, config=config, state_dict=places.plain, output_loading_info=True, **how
+            None, config=config, state_dict=places.plain, output_loading_info=True, ignore_mismatched_sizes=True, **how
         )
     except StartError:
         raise

@@ -256,6 +256,9 @@ def _without_tensors(source: Path, target: Path, drop: str) -> None:
         ("layers.2.", {}, "no tensor of layer 2"),
         ("nothing", {"num_hidden_layers": 10**7}, "no tensor of layer 3"),
         ("nothing", {"num_key_value_heads": 4}, "self_attn.k_proj of layer 0 is 32×64"),
+        ("nothing", {"vocab_size": 500}, "embed_tokens.weight is 512×64, but its configuration asks for 500×64"),
+        ("model.norm", {}, "its weights have no norm"),
+        ("lm_head", {}, "its weights have no lm_head"),
     ],
 )
 def test_weights_that_are_not_whole_are_refused(

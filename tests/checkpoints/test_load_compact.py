@@ -19,7 +19,7 @@ from common.core.errors import StartError
 from common.engine.loading import load_engine
 from common.model.compact import CompactLinear
 from common.model.compact_experts import CompactExperts
-from common.model.load import detach_from_files
+from common.model.load import detach_from_files, load_model
 from common.model.load_compact import CompactModel, load_compact
 from common.model.probe import TOLERANCE, Recorder, deviation, forward
 from common.quantization.open import open_source
@@ -110,6 +110,19 @@ def test_a_missing_weight_is_an_error(gptq: Pair) -> None:
     with pytest.raises(StartError) as caught:
         load(gptq.model)
     assert "model.norm.weight" in caught.value.why
+
+
+def test_a_weight_of_another_shape_is_named(gptq: Pair) -> None:
+    """Of quantized checkpoints and of others, for which transformers said "look at the above report"."""
+    for directory in (gptq.model, gptq.reference):
+        tensors = load_file(directory / "model.safetensors")
+        name = "model.embed_tokens.weight"
+        tensors[name] = tensors[name][:500].clone()
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    for read in (lambda: load(gptq.model), lambda: load_model(open_checkpoint(str(gptq.reference)), "float32")):
+        with pytest.raises(StartError) as caught:
+            read()
+        assert f"{name}: 500×64, not 512×64" in caught.value.why
 
 
 def test_a_missing_quantized_weight_is_an_error(gptq: Pair) -> None:
