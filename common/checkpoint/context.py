@@ -8,6 +8,7 @@ from typing import Any
 from common.checkpoint.values import LENGTHS
 
 _FALLBACK = 2048
+_MOST = 2**31 - 1
 _ALREADY_SCALED = ("gemma3", "gemma3_text")
 """Model types whose ``max_position_embeddings`` includes the factor of their linear scaling."""
 
@@ -38,7 +39,7 @@ def limit(config: Mapping[str, Any]) -> tuple[int, str]:
         elif name not in ("linear", "dynamic") or config.get("model_type") in _ALREADY_SCALED:
             continue
         if start * factor > most:
-            most, kind = int(start * factor), name
+            most, kind = int(min(start * factor, _MOST)), name
     return most, f"its {kind} scaling reaches {most:,}" if kind else ""
 
 

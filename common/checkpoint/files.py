@@ -274,6 +274,8 @@ def read_config(model: str, path: Path) -> dict[str, Any]:
     if (adapter := adapter_alone(model, path)) is not None:
         raise adapter
     todo = "give the directory of a transformers checkpoint"
+    if snapshots := sorted(path.glob("snapshots/*/config.json")):  # the hub client's cache of a repository
+        todo = f"give the hub id, or the snapshot in it: {snapshots[-1].parent}"
     raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.checkpoint.json_files import read_json
+from common.checkpoint.values import shown
 from common.core.errors import StartError
 
 
@@ -132,6 +133,8 @@ def _unreadable(method: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a packing inside ``method`` that is not read, "" if it is read."""
     packing = str(settings.get("checkpoint_format") or settings.get("format") or "").lower()
     match method:
+        case "gptq" | "awq" if strange := _strange_number(settings):
+            return f"{method.upper()} with {strange}"
         case "gptq" if "marlin" in packing or settings.get("is_marlin_format"):
             return "GPTQ, repacked for Marlin kernels"
         case "awq" if (version := str(settings.get("version") or "gemm").lower()) != "gemm":
@@ -155,15 +158,31 @@ def _are_sizes(block: object) -> bool:
 
 def _strange_group(settings: Mapping[str, Any]) -> str:
     """Return what cannot be read of the groups of compressed-tensors, "" if all can."""
-    groups = settings.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, dict):
+        return f"the groups {shown(groups)}"
+    for name, group in groups.items():
         if not isinstance(group, dict):
             return f"the preset scheme {name}"
-        for target in group.get("targets") or ():
+        weights, targets = group.get("weights") or {}, group.get("targets") or []
+        if not isinstance(weights, dict) or not isinstance(targets, list):
+            return f"the group {name}: {shown(group)}"
+        for key in ("num_bits", "group_size"):
+            if not isinstance(weights.get(key), int | None):
+                return f"{key} {shown(weights[key])}"
+        for target in targets:
             try:
                 re.compile(target.removeprefix("re:") if str(target).startswith("re:") else "")
             except (re.error, AttributeError):
                 return f"the target {target}"
+    return ""
+
+
+def _strange_number(settings: Mapping[str, Any]) -> str:
+    """Return a setting of GPTQ or AWQ that is to be a whole number, if it is none, else ""."""
+    for key in ("bits", "w_bit", "group_size", "q_group_size"):
+        if (value := settings.get(key)) is not None and not re.fullmatch(r"-?\d{1,9}", str(value)):
+            return f"{key} {shown(value)}"
     return ""
 
 
@@ -184,9 +203,9 @@ def _described(method: str, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words that describe a format."""
     match method:
         case "gptq" | "awq":
-            bits, group = settings.get("bits", settings.get("w_bit", 4)), settings.get("group_size", 128)
+            bits, group = settings.get("bits") or settings.get("w_bit") or 4, settings.get("group_size", 128)
             yield f"{method.upper()} {bits}-bit,"
-            yield "one group per row" if group == -1 else f"groups of {group}"
+            yield "one group per row" if group in (-1, None) else f"groups of {group}"
             if settings.get("desc_act"):
                 yield "in order of activation"
         case "compressed-tensors":

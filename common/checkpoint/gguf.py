@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,16 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.gguf_reader import GGUFReader, ReaderField
 
 from common.checkpoint.values import check_count, check_number
+from common.checkpoint.weights import LFS
 from common.core.errors import StartError
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_DIMENSIONS = 4
 _DAMAGED = "download the file again"
+_BYTE_ORDERS: tuple[Literal["little", "big"], ...] = ("little", "big")
+_VERSIONS = (2, 3)
+_UNLIKELY = 100
+"""Version from which on a file is taken to be damaged."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,8 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
 
 def open_gguf_file(path: Path) -> GgufFile:
     """Read the header of one file. Raises StartError if it is damaged."""
+    if (why := _not_readable(path)) is not None:
+        raise why
     try:
         with np.errstate(all="ignore"):
             file = GgufFile(path)
@@ -215,9 +222,29 @@ def open_gguf_file(path: Path) -> GgufFile:
         raise _damaged(path, str(error.args[0] if error.args else error)) from error
     except OSError as error:
         raise StartError(f"cannot open {path}", error.strerror or str(error), "check the path") from error
-    if file.byte_order == "S":
-        raise _damaged(path, "its byte order is that of other processors")
     return file
+
+
+def _not_readable(path: Path) -> StartError | None:
+    """Return the error for a file that is whole, but a pointer, or of another version or byte order."""
+    try:
+        with path.open("rb") as opened:
+            first = opened.read(24)
+    except OSError:
+        return None  # the reader says why
+    if first.startswith(LFS):
+        todo = "download the file: git lfs pull, or tandem up with the hub id"
+        return StartError(f"cannot read {path}", "it is a pointer of git-lfs, not the model", todo)
+    if not first.startswith(b"GGUF") or len(first) < 8:
+        return None
+    little, big = (int.from_bytes(first[4:8], order) for order in _BYTE_ORDERS)
+    if big in _VERSIONS:
+        why = "it is for processors with the other byte order (big-endian)"
+        return StartError(f"cannot read {path}", why, "use the usual, little-endian file of the model")
+    if little not in _VERSIONS and little < _UNLIKELY:
+        why = f"it is a GGUF file of version {little}, and only versions 2 and 3 are read"
+        return StartError(f"cannot read {path}", why, "use a newer file of the model, or convert it with llama.cpp")
+    return None
 
 
 def _damaged(path: Path, why: str) -> StartError:

@@ -68,6 +68,8 @@ def check_id(model: str, path: Path) -> None:
         why = "it is a file, but no GGUF file"
         todo = "give a GGUF file, the directory of a transformers checkpoint, or a hub id (owner/name)"
         raise StartError(f"cannot open {model}", why, todo)
+    if address := re.match(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+(?::[\w.-]+)?)", model):
+        raise StartError(f"cannot open {model}", "it is an address, not an id", f"give the id: {address[1]}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         todo = "check the path, or give a hub id (owner/name)"
         raise StartError(f"cannot open {model}", "there is no such directory", todo)

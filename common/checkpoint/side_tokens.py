@@ -71,8 +71,9 @@ def merge(directory: Path, vocab_size: int | None) -> str:
 
 def within(content: dict[str, Any], vocab_size: int | None) -> str:
     """Return ``content``, that of a tokenizer.json, as text without added tokens that the model has no ids for."""
-    beyond = set(_beyond(content["added_tokens"], vocab_size))
-    content["added_tokens"] = [token for token in content["added_tokens"] if token_text(token) not in beyond]
+    tokens = content.get("added_tokens") or []
+    beyond = set(_beyond(tokens, vocab_size))
+    content["added_tokens"] = [token for token in tokens if token_text(token) not in beyond]
     return json.dumps(content, ensure_ascii=False)
 
 

@@ -34,7 +34,7 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
     """Raise StartError unless ``config`` is of a decoder-only causal language model that transformers supports, with
     weights in a format that is read."""
     read_format(config, model)
-    kind, architecture = str(config.get("model_type", "")), architecture_of(config)
+    kind, architecture = str(config.get("model_type") or ""), architecture_of(config)
     name, why, todo = architecture or kind, None, _DECODERS
     classes = causal_models()
     known = classes is None or any(architecture in each for each in classes.values())
@@ -56,6 +56,8 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
         todo = "give --trust-remote-code if you trust this code: it will run on this machine"
     elif not trust_remote_code and not known:
         why = f"{name or 'its architecture'} is not a decoder-only language model in transformers"
+    elif not kind and not own_code:  # transformers chooses the configuration's class by it
+        why, todo = "its config.json has no model_type", "add it, or download the model again"
     if why:
         raise StartError(f"cannot serve {model}", why, todo)
 

@@ -36,6 +36,9 @@ def check_config(subject: str, config: Mapping[str, Any]) -> None:
         if not isinstance(config.get(name), dict | None):
             raise _wrong(subject, name, config[name], "an object")
     for part in (config, config.get("text_config") or {}):
+        for key, kind, wanted in (("model_type", str, "a text"), ("layer_types", list, "a list")):
+            if not isinstance(part.get(key), kind | None):
+                raise _wrong(subject, key, part[key], wanted)
         for keys in _SIZES:
             for key in keys:
                 check_count(subject, key, part.get(key), per_layer=True)

@@ -16,7 +16,7 @@ ADAPTER = "adapter_config.json"
 IGNORED = ("consolidated*.safetensors", "adapter_model*.safetensors", "*.fp16.safetensors", "*.fp32.safetensors")
 """Names of files that hold no weights of the model, or the same ones again in another layout."""
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
-_LFS = b"version https://git-lfs"
+LFS = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -144,7 +144,7 @@ def parse_header(path: Path, file: BinaryIO, length: int) -> tuple[bytes, dict[s
     """Return what :func:`read_header` does of ``file``, which is at its begin, ``length`` bytes long and called
     ``path``."""
     first = file.read(8)
-    if first == _LFS[:8]:
+    if first == LFS[:8]:
         todo = "download the weights: git lfs pull, or tandem up with the hub id"
         raise StartError(f"cannot read {path}", "it is a pointer of git-lfs, not the weights", todo)
     size = int.from_bytes(first, "little")

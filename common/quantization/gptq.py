@@ -70,7 +70,7 @@ def _bits(
         if rest:
             raise ValueError(f"its g_idx has {group_of.numel()} entries, which does not fit its qweight")
     else:
-        usual = int(settings.get("bits", 4))
+        usual = int(settings.get("bits") or 4)
         fitting = [bits for bits in (usual, *_BITS) if zeros.shape[1] == -(-rows * bits // 32)]
         bits = fitting[0] if fitting else usual
     if bits not in _BITS:

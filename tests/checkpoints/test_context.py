@@ -52,6 +52,11 @@ def test_scaled_lengths_that_the_configuration_has_already(fields: dict[str, Any
     assert limit({"max_position_embeddings": 32_768, "model_type": kind} | fields) == (32_768, "")
 
 
+def test_a_length_beyond_all_positions_is_cut() -> None:
+    most, _ = limit({"max_position_embeddings": 32_768, "rope_scaling": {"type": "yarn", "factor": 1e300}})
+    assert most == 2**31 - 1
+
+
 def test_the_messages_say_how_far_and_how(tmp_path: Path) -> None:
     scaled = {"max_position_embeddings": 512, "rope_scaling": YARN | {"original_max_position_embeddings": 512}}
     found = open_checkpoint(str(write(tmp_path, {"config.json": scaled})))

@@ -226,8 +226,10 @@ ARCHITECTURE = text("general.architecture") + struct.pack("<I", 8) + text("llama
 CRAFTED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "empty"),
     "no magic": (b"XXXX" + bytes(100), "magic"),
-    "version 1": (raw(version=1) + bytes(64), "version"),
-    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64), "byte order"),
+    "version 1": (raw(version=1) + bytes(64), "version 1, and only"),
+    "version 4": (raw(version=4) + bytes(64), "version 4, and only"),
+    "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of git-lfs"),
+    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64), "other byte order"),
     "cut in the header": (raw(count=3), "ends"),
     "2^60 keys": (raw(count=1 << 60, keys=ARCHITECTURE), "ends"),
     "2^60 tensors": (raw(count=1, keys=ARCHITECTURE, tensors=1 << 60), "ends"),

@@ -79,6 +79,15 @@ def test_formats_are_described(fields: dict[str, Any], method: str, shown: str) 
             "the target re:(",
         ),
         (quantized(quant_method="fp8", weight_block_size=[32]), "fp8 in blocks of [32]"),
+        (quantized(quant_method="gptq", bits="four"), "GPTQ with bits 'four'"),
+        (quantized(quant_method="awq", bits=4, group_size=[128]), "AWQ with group_size [128]"),
+        (quantized(quant_method="compressed-tensors", config_groups=[1]), "the groups [1]"),
+        (quantized(quant_method="compressed-tensors", config_groups={"a": {"weights": "W4A16"}}), "the group a"),
+        (quantized(quant_method="compressed-tensors", config_groups={"a": {"targets": "Linear"}}), "the group a"),
+        (
+            quantized(quant_method="compressed-tensors", config_groups={"a": {"weights": {"group_size": "x"}}}),
+            "group_size 'x'",
+        ),
     ],
 )
 def test_formats_that_are_not_read(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -167,6 +176,16 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     assert "git-lfs" in refusal(path)
 
 
+@pytest.mark.parametrize("address", ["https://huggingface.co/owner/name", "hf.co/owner/name:Q4_0"])
+def test_an_address_of_the_hub_is_no_id(address: str) -> None:
+    assert "give the id: owner/name" in refusal(address)
+
+
+def test_the_folder_of_a_repository_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    write(tmp_path / "snapshots" / "abc", {})
+    assert str(tmp_path / "snapshots" / "abc") in refusal(tmp_path)
+
+
 def test_a_lone_shard_is_not_whole(tmp_path: Path) -> None:
     said = refusal(write(tmp_path, {}, {"model-00001-of-00002.safetensors": 0}))
     assert "model-00002-of-00002.safetensors" in said
@@ -187,6 +206,9 @@ def test_a_lone_shard_is_not_whole(tmp_path: Path) -> None:
         ({"rope_scaling": "linear"}, "its rope_scaling is 'linear'"),
         ({"text_config": [1]}, "its text_config is [1]"),
         ({"text_config": {"head_dim": 1.5}}, "its head_dim is 1.5"),
+        ({"model_type": ["llama"]}, "its model_type is ['llama'], not a text"),
+        ({"layer_types": 3}, "its layer_types is 3, not a list"),
+        ({"model_type": None}, "no model_type"),
     ],
 )
 def test_a_size_that_is_none_is_named_with_its_value(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
