@@ -158,6 +158,13 @@ class StandIn:
         finally:
             self.streams.discard(queue)
 
+    async def measure(self, request: web.Request) -> web.StreamResponse:
+        if refused := self.refusal(request, admin=True):
+            return refused
+        self.links = [{**link, "mb_s": 2 * link["mb_s"]} for link in self.links]
+        self.push()
+        return web.json_response({"links": self.links})
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         if refused := self.refusal(request, admin=False):
             return refused
@@ -211,6 +218,7 @@ async def standing_in(port: int = 0) -> AsyncIterator[StandIn]:
     app.router.add_get("/admin/events", state.events)
     app.router.add_post("/admin/drain", state.act)
     app.router.add_post("/admin/scale", state.act)
+    app.router.add_post("/admin/links", state.measure)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)

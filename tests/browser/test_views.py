@@ -362,6 +362,19 @@ async def test_drain_and_scale(stand_in: StandIn) -> None:
         ]
 
 
+async def test_links_are_measured_anew(stand_in: StandIn) -> None:
+    async with open_page(stand_in.url, "system", expected="status of 401") as page:
+        button = page.get_by_role("button", name="Measure", exact=True)
+        await expect(page.locator(".links li")).to_contain_text("1.24 GB/s")
+        await button.click()
+        await expect(page.locator(".toast")).to_have_text("1 link measured.")
+        await expect(page.locator(".links li")).to_contain_text("2.48 GB/s")
+        await expect(button).to_be_enabled()
+        stand_in.admin_key = "admin"
+        await button.click()
+        await expect(page.locator(".toast.bad")).to_contain_text("Enter the admin key under Keys.")
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
 // The view of the system: rates and latencies over the last minutes, the pools with their workers, and the links.
 
+import { json } from "./api.js";
 import { Chart } from "./charts.js";
 import { openScale, poolSizes } from "./dialogs.js";
-import { clock, count, digits, h, keyed, many, milliseconds, setAttribute, setText, NONE } from "./dom.js";
+import { clock, count, digits, h, keyed, many, milliseconds, setAttribute, setText, toast, NONE } from "./dom.js";
 import { live } from "./live.js";
 import { showNotice } from "./notices.js";
 import { WorkerCard } from "./workers.js";
@@ -91,8 +92,9 @@ export class SystemView {
     this.pools = new Map(ROLES.map(([role, name, what]) => [role, new Pool(role, name, what)]));
     this.links = new Map();
     this.linkList = h("ul", { class: "links" });
+    this.measure = h("button", { type: "button", class: "quiet small", title: "By trial hand-offs between all pairs, one after another", onclick: () => this._measure() }, "Measure");
     this.linkPanel = h("section", { class: "panel link-panel", "aria-label": "Links" },
-      h("header", {}, h("h3", { title: "Measured by trial hand-offs when both workers had joined" }, "KV links"), h("span", { class: "summary" }, "prefill → decode")),
+      h("header", {}, h("h3", { title: "Measured by trial hand-offs when both workers had joined, or later by the button" }, "KV links"), h("span", { class: "summary" }, "prefill → decode"), this.measure),
       this.linkList);
     this.tiles = {
       requests: new Tile("Requests", "/s"),
@@ -158,6 +160,20 @@ export class SystemView {
     for (const chart of this.charts) chart.update(live.history, system.t);
     this._drawPools(system);
     this._drawLog();
+  }
+
+  async _measure() {
+    this.measure.disabled = true;
+    this.measure.setAttribute("aria-busy", "true");
+    try {
+      const { links } = await json("admin/links", { body: {}, admin: true });
+      toast(`${many(links.length, "link")} measured.`);
+    } catch (error) {
+      toast(error.needsKey ? `${error.message} Enter the admin key under Keys.` : error.message, "bad");
+    } finally {
+      this.measure.disabled = false;
+      this.measure.removeAttribute("aria-busy");
+    }
   }
 
   _drawLog() {
