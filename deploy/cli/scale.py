@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from common.config.scale import ScaleConfig
 from common.core.errors import StartError, reason
 from common.net.http_client import HttpClient, HttpError, shown
@@ -19,6 +21,8 @@ def run(config: ScaleConfig) -> int:
         why = "tokens after the first come from a decode worker"
         raise StartError("--decode 0 would stop all serving", why, "give --decode 1 or more")
     request = {"prefill": config.prefill, "decode": config.decode}
+    wanted = ", ".join(f"{pool} {size}" for pool, size in request.items() if size is not None)
+    print(f"scaling to {wanted}: new workers load the model, others finish their requests", file=sys.stderr, flush=True)
     try:
         pools = HttpClient(config.url, config.api_key, PATIENCE_S).post("/admin/scale", request)
     except OSError as error:

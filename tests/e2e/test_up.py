@@ -402,7 +402,8 @@ def test_it_grows_and_shrinks_under_load_without_a_failed_request(start_quickly:
                 for words in (("--decode", "1"), ("--decode", "1", "--prefill", "1"))]  # fmt: skip
         said = [child.communicate(timeout=START_S) for child in both]
         assert all(child.returncode == 0 for child in both), said
-        assert ("prefill 1, decode 1\n", "") in said, "the second waits for the first"
+        assert "prefill 1, decode 1\n" in [out for out, _ in said], "the second waits for the first"
+        assert any(err.startswith("scaling to decode 1: new workers load") for _, err in said)
         assert set(workers(server)) == {"prefill-0", "decode-0"}
         before = len(answered)
         wait_for(lambda: len(answered) >= before + 4, 60)
