@@ -20,6 +20,8 @@ from coordinator.api.parsed_choice import OutputReading, ParsedChoice
 from coordinator.api.prompt_report import PromptReport
 from coordinator.api.service import ServedModel
 from coordinator.api.shape import Head, Shape
+from coordinator.grammar.compiler import ObeyedGrammar
+from coordinator.grammar.requests import GrammarRequest
 from coordinator.http.access import RECORDS
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_timeout
 from coordinator.http.middleware import ID_HEADERS, KEY_NAME, REQUEST_ID, TRACE, WRITTEN, json_response, route
@@ -40,6 +42,9 @@ EXTRA_HEADERS = web.RequestKey("extra headers", dict[str, str])
 """Headers of the response that depend on the request alone."""
 
 
+GRAMMAR_S = web.RequestKey("seconds for a grammar", float)
+
+
 def refuse_when_draining(services: Services) -> None:
     """Raise RequestError while the server drains."""
     if services.dispatcher.draining:
@@ -49,6 +54,15 @@ def refuse_when_draining(services: Services) -> None:
 def new_head(prefix: str, model: ServedModel) -> Head:
     """Return the members with which a new answer begins; its id begins with ``prefix``."""
     return Head(f"{prefix}{secrets.token_hex(16)}", int(time.time()), model.name, model.system_fingerprint)
+
+
+async def compiled(request: web.Request, model: ServedModel, wanted: GrammarRequest | None) -> ObeyedGrammar:
+    """Return the grammar of the outputs of ``request``, as :meth:`ServedModel.grammar` does, and note for its timeline
+    how long that took."""
+    began = time.monotonic()
+    grammar = await model.grammar(wanted)
+    request[GRAMMAR_S] = time.monotonic() - began
+    return grammar
 
 
 async def answer(
@@ -161,6 +175,7 @@ def _timeline(request: web.Request, shape: Shape, number: int, record: RequestRe
         arrived_unix_s=time.time() - (time.monotonic() - record.arrived_at),
         trace=trace,
         asked=request_attributes(record.sampling, record.n) if exported else {},
+        grammar_s=request.get(GRAMMAR_S, 0.0),
     )
 
 

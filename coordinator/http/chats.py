@@ -13,7 +13,7 @@ from coordinator.api.parsed_choice import OutputReading
 from coordinator.api.service import ServedModel
 from coordinator.api.shape import Shape
 from coordinator.grammar.requests import GrammarRequest
-from coordinator.http.answer import EXTRA_HEADERS, answer
+from coordinator.http.answer import EXTRA_HEADERS, answer, compiled
 from coordinator.http.context import SERVICES
 from coordinator.requests.spec import ChatBody, Options
 from coordinator.text.tokenizer import ChatText
@@ -68,7 +68,7 @@ async def answer_chat(
     """Return the response to ``chat`` in ``shape``."""
     model = request.app[SERVICES].model
     wanted = chat.take_grammar()
-    grammar = await model.grammar(wanted)
+    grammar = await compiled(request, model, wanted)
     if tools := chat.tools or ("unconstrained" if wanted is not None and not grammar.text else ""):
         request[EXTRA_HEADERS] = {**request.get(EXTRA_HEADERS, {}), TOOLS_HEADER: tools}
     prompt = await model.chat_prompt(chat.take_text(), chat.options, field)

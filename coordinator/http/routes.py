@@ -16,7 +16,7 @@ from coordinator.api.openai import parse_completion
 from coordinator.api.response_encoder import ChatShape, CompletionShape
 from coordinator.api.service import ServedModel
 from coordinator.grammar.requests import GrammarRequest, for_completion
-from coordinator.http.answer import answer, new_head, refuse_when_draining
+from coordinator.http.answer import answer, compiled, new_head, refuse_when_draining
 from coordinator.http.chats import ChatRequest, answer_chat, read_chat
 from coordinator.http.context import SERVICES, read_body
 from coordinator.requests.spec import CompletionBody, Json
@@ -59,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
     body, wanted = await read_body(request, read)
     options = body.options
-    grammar = (await model.grammar(wanted)).text
+    grammar = (await compiled(request, model, wanted)).text
     del wanted
     prompts = await model.text_prompts(body.prompts, options)
     if options.return_token_ids:

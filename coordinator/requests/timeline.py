@@ -184,6 +184,8 @@ class Timeline:
     """Sampling parameters of a request whose trace is exported."""
     endpoint: str = ""
     stream: bool = False
+    grammar_s: float = 0.0
+    """Of the time until it was tokenized, that in which the grammar of its output was compiled."""
     arrived_unix_s: float = 0.0
     arrived_at: float = 0.0
     tokenized_at: float = 0.0

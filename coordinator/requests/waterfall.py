@@ -16,6 +16,8 @@ from itertools import pairwise
 from coordinator.requests.spec import Json
 from coordinator.requests.timeline import BEHIND_OTHERS, Attempt, Facts, Timeline
 
+GRAMMAR_SHOWN_S = 0.001
+"""The compilation of a grammar is mentioned if it took this long: not if it was known already."""
 QUICK_S = 0.005
 """A stay in the queue of at most this long needs no reason."""
 
@@ -78,7 +80,8 @@ def shown(timeline: Timeline, *, spans: bool = True) -> Json:
 def spans_of(timeline: Timeline) -> list[Span]:
     """Return the spans of a request in order of start, a parent before its children."""
     facts = timeline.facts()
-    found = [Span("tokenize", timeline.arrived_at, timeline.tokenized_at, 0)]
+    grammar: Json = {"grammar_ms": _rounded(1000 * timeline.grammar_s)} if timeline.grammar_s >= GRAMMAR_SHOWN_S else {}
+    found = [Span("tokenize", timeline.arrived_at, timeline.tokenized_at, 0, detail=grammar)]
     parent: Span | None = None
     for attempt, later in pairwise([*timeline.attempts, None]):
         if attempt is None:

@@ -168,6 +168,10 @@ def _depth(spans: Sequence[Json], span: Json) -> int:
 def _detail(span: Json, signs: Signs) -> str:
     detail = span["detail"]
     match span["name"]:
+        case "tokenize":
+            return (
+                f"of which {_ms(detail['grammar_ms'])} for the grammar of the output" if "grammar_ms" in detail else ""
+            )
         case "queue":
             return str(detail.get("why", ""))
         case "place":

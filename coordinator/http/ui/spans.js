@@ -98,7 +98,7 @@ export function storyOf(request) {
     const detail = span.detail ?? {};
     switch (span.name) {
       case "tokenize":
-        story.push(`Read and tokenized in ${took}.`);
+        story.push(`Read and tokenized in ${took}${detail.grammar_ms ? `, of which its grammar took ${milliseconds(detail.grammar_ms)}` : ""}.`);
         break;
       case "queue":
         story.push(`Waited ${took}${detail.why ? `: ${detail.why}` : ""}.`);

@@ -15,6 +15,7 @@ from common.net.messages import Drain, Goodbye, Measure, Measured, PromptChunk, 
 from coordinator.cluster import link_trials
 from coordinator.http.admin import MAX_REQUESTS
 from coordinator.live import feed as feeds
+from coordinator.requests import waterfall
 from tests.leaked_keys import new_key, register
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until
 
@@ -174,6 +175,31 @@ async def test_chunks_that_a_worker_reports_are_spans(cluster: FakeCluster) -> N
     found = [span for span in shown["spans"] if span["name"] == "prefill_chunk"]
     assert [span["detail"] for span in found] == [{"tokens": 8}, {"tokens": 4}]
     assert {shown["spans"][span["parent"]]["name"] for span in found} == {"prefill"}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_the_time_for_a_grammar_is_told_apart(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It may be most of the time in which a prompt is tokenized."""
+    body = {CHAT: HELLO, TEXT: {"prompt": "x"}}[path] | {"max_tokens": 2}
+    compile_grammar = cluster.services.model.grammar
+
+    async def slowly(wanted: Any) -> Any:
+        if wanted is not None:
+            await asyncio.sleep(2 * waterfall.GRAMMAR_SHOWN_S)
+        return await compile_grammar(wanted)
+
+    monkeypatch.setattr(type(cluster.services.model), "grammar", lambda _, wanted: slowly(wanted))
+    details = []
+    for fields in {}, {"structured_outputs": {"choice": ["a", "b"]}}:
+        response, answered = await cluster.post(path, body | fields)
+        assert response.status == 200, answered
+        span = (await cluster.get(f"/admin/requests/{answered['id']}"))[1]["spans"][0]
+        assert span["name"] == "tokenize"
+        details.append(span["detail"])
+    assert details[0] == {}
+    assert 2000 * waterfall.GRAMMAR_SHOWN_S <= details[1]["grammar_ms"] <= span["end_ms"]
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ REQUEST: dict[str, Any] = {
     "choices": 1, "finish": ["stop"], "error": None, "retries": 0, "migrations": 1, "ttft_ms": 20.0, "total_ms": 100.0,
     "itl_ms": {"mean": 10.0, "p99": 30.0, "max": 30.0},
     "spans": [
-        span("tokenize", 0.0, 2.0),
+        span("tokenize", 0.0, 2.0, grammar_ms=1.5),
         span("queue", 2.0, 10.0, why="no decode worker is ready"),
         placed(10.0, "prefill-0", "decode-0"),
         prefilled(10.0, 20.0, "prefill-0"),
@@ -85,6 +85,7 @@ def test_a_waterfall_has_a_bar_for_each_span() -> None:
     )
     assert "to decode-0, by shm, 4.1 MB, hidden 5.0 ms, exposed 5.0 ms" in rows["transfer  prefill-0"]
     assert "prefill-0 > decode-0 (disagg): least loaded" in rows["place"]
+    assert "of which 1.5 ms for the grammar of the output" in rows["tokenize"]
 
 
 def test_what_does_not_fit_behind_a_bar_is_below_it() -> None:
