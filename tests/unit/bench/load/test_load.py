@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -270,6 +271,12 @@ def test_where_cores_are_few_load_waits_for_none(cores: int, few: bool, monkeypa
     assert load.run_now(Target("", ""), [], []) == policy
     assert load.run_now(Target("", ""), [], [], at_once=False) == os.SCHED_OTHER
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+async def test_what_exists_before_a_load_is_not_collected_while_it_runs(garbage: mock.Mock) -> None:
+    garbage.reset_mock()
+    await load.run_load(Target("", ""), [], [])
+    assert garbage.mock_calls == [mock.call.collect(), mock.call.freeze(), mock.call.unfreeze()]
 
 
 # -- reading a stream -------------------------------------------------------------------------------------------------
