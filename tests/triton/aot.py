@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -151,9 +151,9 @@ def recorded(module: Any, launches: list[Launch]) -> Iterator[None]:
             setattr(module, name, kernel)
 
 
-def launches_of(model: Model, capability: int) -> list[Launch]:
-    """Return the launches of one layer: decode of few rows and of many, prefill, writes and transfers; with KV in fp8
-    only those that look at its type."""
+def launches_of(model: Model, capability: int, formats: Iterable[str] = FEW_FORMATS) -> list[Launch]:
+    """Return the launches of one layer: decode of few rows and of many, prefill, writes and transfers, and products
+    with weights of ``formats``; with KV in fp8 only those that look at its type."""
     made: list[Launch] = []
     prefill.capability_of = lambda device: capability // 10  # type: ignore[assignment]
     keys, values = model.pool()
@@ -191,7 +191,7 @@ def launches_of(model: Model, capability: int) -> list[Launch]:
         for activation in layers.ACTIVATIONS:
             layers.gate(*wide.chunk(2, dim=1), activation)
     with recorded(groups, made):
-        for name in FORMATS if model is MODELS[0] and capability == 90 else FEW_FORMATS:
+        for name in formats:
             for count in (1, rows):
                 groups.multiply(hidden[:count], quantized(name), weight if name == "GPTQ" else None)
     with recorded(pieces, made):
@@ -270,7 +270,9 @@ def main() -> int:
         if model.name not in (options.models or (FEW if options.sample else [each.name for each in MODELS])):
             continue
         for capability in model.capabilities:
-            unlike = {f"{each.kernel.__name__} {each.arguments}": each for each in launches_of(model, capability)}
+            formats = FORMATS if model is MODELS[0] and capability == 90 and not options.sample else FEW_FORMATS
+            launches = launches_of(model, capability, formats)
+            unlike = {f"{each.kernel.__name__} {each.arguments}": each for each in launches}
             for launch in unlike.values():
                 if options.sample and not is_sampled(model, launch, capability):
                     continue
