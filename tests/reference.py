@@ -14,6 +14,7 @@ Nothing here shares code with the engine, except the definition of ``u``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -191,13 +192,13 @@ def keep_masks(processed: Row, sampling: SamplingParams, slack: float) -> Iterat
     On a near-tie any of these masks is right; away from one they are all the same.
     """
     seen: set[bytes] = set()
-    for min_p_shift in (0.0, slack, -slack):
-        for top_k_shift in (0.0, slack, -slack):
-            for top_p_shift in (0.0, slack, -slack):
-                mask = _keep(processed, sampling, min_p_shift, top_k_shift, top_p_shift)
-                if (key := mask.tobytes()) not in seen:
-                    seen.add(key)
-                    yield mask
+    shifts = (0.0, slack, -slack)
+    cuts = (sampling.min_p > 0, sampling.top_k > 0, sampling.top_p < 1)
+    for each in itertools.product(*(shifts if is_made else (0.0,) for is_made in cuts)):
+        mask = _keep(processed, sampling, *each)
+        if (key := mask.tobytes()) not in seen:
+            seen.add(key)
+            yield mask
 
 
 def _keep(processed: Row, sampling: SamplingParams, min_p_shift: float, top_k_shift: float, top_p_shift: float) -> Mask:
