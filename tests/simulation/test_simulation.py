@@ -16,7 +16,7 @@ import pytest
 from tests.golden.mutations import seed_of
 from tests.simulation.mutations import MUTATIONS
 
-SEEDS, SAMPLED_SEEDS, CHUNK = 2000, 300, 50
+SEEDS, SAMPLED_SEEDS, CHUNK = 2000, 200, 50
 """Number of histories by default, with ``--sample``, and per test."""
 
 
