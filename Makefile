@@ -37,7 +37,7 @@ test-all: .cache/triton-3.6.0 .cache/smollm2 .cache/prometheus .cache/ray/bin/ra
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses 6
 
-# Most side by side, and with them the types; by themselves those that bound times closely, of which two at a time those
+# Most side by side, and with them the types; by themselves those that bound times closely, of which three at a time those
 # of whole systems, which mostly wait for what a fault leads to; not so the flood, under which nothing else may compute.
 # Of those only the files are imported that have such tests. All of it is run, whatever fails.
 FLOOD := tests/security/test_tokenize_flood.py
@@ -48,7 +48,7 @@ tests: style
 	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses 4 --dist loadscope --durations 25; beside=$$?; \
 	 wait $$checking; checked=$$?; cat $$said; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m alone $(call alone,tests/unit) $(FLOOD); alone=$$?; \
-	 $(BIN)/python -m pytest $(OPTIONS) -m alone --numprocesses 2 --dist loadscope \
+	 $(BIN)/python -m pytest $(OPTIONS) -m alone --numprocesses 3 --dist loadscope \
 	     $(call alone,tests/chaos tests/e2e tests/security); systems=$$?; \
 	 exit $$((beside || checked || alone || systems))
 
