@@ -271,6 +271,9 @@ async def test_a_system_without_workers(stand_in: StandIn) -> None:
         stand_in.workers = [worker_row("c-0", "colocated")]
         await expect(page.locator("#banner")).to_be_hidden()
         await expect(page.locator(".pool.colocated .worker")).to_have_count(1)
+        await expect(page.locator("#scale-button")).to_be_hidden()  # a colocated worker is in no pool
+        stand_in.workers.append(worker_row("decode-0", "decode"))
+        await expect(page.locator("#scale-button")).to_be_visible()
 
 
 # -- system and admin actions -----------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ export class SystemView {
     this.logLines = new Map();
     this.log = h("ol", { class: "log", "aria-label": "Events of workers" });
     this.logPanel = h("section", { class: "panel log-panel", "aria-label": "Worker events", hidden: true }, h("header", {}, h("h3", {}, "Worker events")), this.log);
-    const scale = h("button", { type: "button", id: "scale-button", onclick: () => openScale(poolSizes()) }, "Scale pools…");
+    this.scale = h("button", { type: "button", id: "scale-button", onclick: () => openScale(poolSizes()) }, "Scale pools…");
     this.body = h("div", { class: "system" },
       h("div", { class: "tiles" }, Object.values(this.tiles).map(({ node }) => node)),
       h("div", { class: "charts" }, this.charts.map(({ node }) => node)),
@@ -136,7 +136,7 @@ export class SystemView {
         h("span", { class: "legend kv-legend" },
           h("span", { class: "key held" }, "held"), h("span", { class: "key cached" }, "cached"), h("span", { class: "key free" }, "free"),
           h("span", { class: "muted" }, "KV blocks")),
-        h("span", { class: "grow" }), scale),
+        h("span", { class: "grow" }), this.scale),
       h("div", { class: "flow" }, this.pools.get("prefill").node, this.linkPanel, this.pools.get("decode").node, this.pools.get("colocated").node),
       this.logPanel);
     root.append(this.notice, this.body);
@@ -202,6 +202,7 @@ export class SystemView {
       pool.update(workers);
       pool.node.hidden = !workers.length && (role === "colocated" || (role === "prefill" && byRole.get("colocated").length > 0));
     }
+    this.scale.hidden = byRole.get("colocated").length > 0 && !byRole.get("prefill").length && !byRole.get("decode").length; // no pools
     const links = system.links ?? [];
     const share = scaleOf(links);
     keyed(this.linkList, this.links, links.slice(0, 64).map((link) => ({ ...link, share: share(link.mb_s) })), ({ from, to }) => `${from}\n${to}`, () => new LinkRow());
