@@ -38,7 +38,7 @@ _PASSED_ON = ("HF_", "OTEL_", "TANDEM_CACHE")
 
 
 class RayHosts:
-    """Places each worker, or pair of workers, in a placement group of its own."""
+    """Places the coordinator, and each worker or pair of workers, in a placement group of its own."""
 
     starts_at_once = 4096  # each on its own CPUs
 
@@ -46,7 +46,7 @@ class RayHosts:
         self._config, self._session, self._on_gpus = config, session, on_gpus
         self.start: Start | None = self._start
         self._groups: dict[str, tuple[Group, Any]] = {}
-        """The placement group of each worker and Ray's handle of it, None until its first start."""
+        """The placement group of each process and Ray's handle of it, None until its first start."""
         self._started: set[str] = set()
         self._nodes: dict[str, str] = {}
         """The node of each worker."""
@@ -108,7 +108,9 @@ class RayHosts:
             async def place() -> tuple[Actor, Launch]:
                 passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
                 launch = bounded(Launch(message, {**passed, **environment}, os.getcwd(), ipc_socket is not None))
-                return await self._session.actor_here(label, self._patience_s(label)), launch
+                if label not in self._groups:
+                    self._groups[label] = (self._session.coordinator_group(label), None)
+                return (await self._actor(label))[0], launch
         else:
             worker = config
 
@@ -123,15 +125,9 @@ class RayHosts:
     async def _placed(self, label: str) -> tuple[Actor, NodeFacts]:
         """Return the actor of a worker on its node, once all workers that are being started have a node. Raises
         StartError if there is no room at its first start; later it waits for some."""
-        patience_s = self._patience_s(label)
         placing = self._placing.setdefault(label, asyncio.get_running_loop().create_future())
         try:
-            group, handle = self._groups[label]
-            if handle is None:
-                handle = self._session.group(group)
-                self._groups |= dict.fromkeys(group.labels, (group, handle))
-            index = group.labels.index(label)
-            actor, node = await self._session.actor_in(handle, index, label, group.bundles[index], patience_s)
+            actor, node = await self._actor(label)
             self._nodes[label] = node.id
         finally:
             if not placing.done():
@@ -146,12 +142,17 @@ class RayHosts:
             raise
         return actor, node
 
-    def _patience_s(self, label: str) -> float | None:
-        """Return how long to wait for room for a process: at its first start as configured, later without limit."""
-        if label in self._started:
-            return None
+    async def _actor(self, label: str) -> tuple[Actor, NodeFacts]:
+        """Return the actor of a process in its placement group, and its node. Waits for room as long as configured at
+        its first start, and then raises StartError; later without limit."""
+        patience_s = None if label in self._started else self._config.ray_timeout
         self._started.add(label)
-        return self._config.ray_timeout
+        group, handle = self._groups[label]
+        if handle is None:
+            handle = self._session.group(group)
+            self._groups |= dict.fromkeys(group.labels, (group, handle))
+        index = group.labels.index(label)
+        return await self._session.actor_in(handle, index, label, group.bundles[index], patience_s)
 
     def _on(self, node: NodeFacts, config: WorkerConfig) -> WorkerConfig:
         """Return ``config`` for a worker on ``node``: the address at which it listens, its device, and the number of

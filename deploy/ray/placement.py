@@ -10,9 +10,12 @@ from common.config.up import UpConfig
 from common.core.errors import StartError
 from common.net.messages import Role
 
+NODE_ID = "ray.io/node-id"
+"""The label with which Ray marks each node, by its id."""
+
 
 class Bundle(NamedTuple):
-    """What one worker reserves: ``cpus``, ``gpus``, custom ``resources``, and the ``labels`` that its node must have
+    """What one process reserves: ``cpus``, ``gpus``, custom ``resources``, and the ``labels`` that its node must have
     (label to selector, in Ray's syntax)."""
 
     cpus: int
@@ -22,8 +25,8 @@ class Bundle(NamedTuple):
 
     def amounts(self) -> dict[str, float]:
         """Return the bundle as Ray's placement groups take it."""
-        gpus = {"GPU": float(self.gpus)} if self.gpus else {}
-        return {"CPU": float(self.cpus), **gpus, **self.resources}
+        counted = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
+        return {name: amount for name, amount in counted.items() if amount} | self.resources
 
 
 def needed(bundle: Bundle) -> str:
@@ -32,12 +35,32 @@ def needed(bundle: Bundle) -> str:
     return amounts + "".join(f", {label}={value}" for label, value in bundle.labels.items())
 
 
+def no_room(label: str, bundle: Bundle, waited_s: float) -> StartError:
+    """Return the error for a process that no node has had room for."""
+    why, todo = f"no node has had {needed(bundle)} free", "add nodes, reserve less, or start fewer workers"
+    if NODE_ID in bundle.labels:
+        why = f"this machine's node, on which it must run, has not had {needed(bundle._replace(labels={}))} free"
+        todo = "end what uses it, or run tandem up on another node"
+    return StartError(
+        f"the Ray cluster has no room for {label}", f"{why} for {waited_s:g} s", f"see ray status; {todo}"
+    )
+
+
 @dataclass(frozen=True)
 class Group:
-    """A placement group: workers and their bundles, in the same order. Ray puts them on one node if one has room."""
+    """A placement group: processes and their bundles, in the same order. Ray puts them on one node if one has room."""
 
     labels: tuple[str, ...]
     bundles: tuple[Bundle, ...]
+
+
+def coordinator_group(label: str, node_id: str, resources: Mapping[str, float]) -> Group:
+    """Return the group of the coordinator, on the node that has this id and these ``resources``: a CPU if it has any,
+    else something of which it has plenty, since Ray refuses to reserve nothing."""
+    if resources.get("CPU", 0) >= 1:
+        return Group((label,), (Bundle(1, 0, {}, {NODE_ID: node_id}),))
+    address = next(name for name in resources if name.startswith("node:") and name != "node:__internal_head__")
+    return Group((label,), (Bundle(0, 0, {address: 0.001}, {NODE_ID: node_id}),))
 
 
 def bundle(config: UpConfig, role: Role, on_gpus: bool) -> Bundle:

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.core.errors import StartError, reason
 from deploy.ray.actor import Event, Launch, NodeFacts, ProcessActor
-from deploy.ray.placement import Bundle, Group, needed
+from deploy.ray.placement import Bundle, Group, coordinator_group, needed, no_room
 from deploy.ray.remote import ActorGone, ActorUnreachable
 
 _CALLS = 8
@@ -53,6 +53,11 @@ class Session:
         """Return the resources of all nodes together."""
         return dict(self._ray.cluster_resources())
 
+    def coordinator_group(self, label: str) -> Group:
+        """Return the group of the coordinator, on this machine's node."""
+        here = next(node for node in self._ray.nodes() if node["NodeID"] == self.node_id)
+        return coordinator_group(label, self.node_id, here["Resources"])
+
     def group(self, group: Group) -> Any:
         """Return Ray's handle of a new placement group. Does not wait until there is room for it."""
         bundles = [each.amounts() for each in group.bundles]
@@ -76,19 +81,6 @@ class Session:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=index
         )
-        return await self._actor(label, bundle, strategy, patience_s)
-
-    async def actor_here(self, label: str, patience_s: float | None) -> RayActor:
-        """Return a new actor on this machine's node, which reserves a CPU if the node has any. Otherwise as
-        :meth:`actor_in`."""
-        here = next(node for node in self._ray.nodes() if node["NodeID"] == self.node_id)
-        bundle = Bundle(min(1, int(here["Resources"].get("CPU", 0))), 0, {}, {})
-        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node_id, soft=False)
-        return (await self._actor(label, bundle, strategy, patience_s))[0]
-
-    async def _actor(
-        self, label: str, bundle: Bundle, strategy: Any, patience_s: float | None
-    ) -> tuple[RayActor, NodeFacts]:
         options = self._class.options(
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
@@ -104,9 +96,7 @@ class Session:
                 return actor, NodeFacts(*await actor.node())
         except TimeoutError:
             actor.end()
-            why = f"no node has had {needed(bundle)} free for {patience_s:g} s"
-            todo = "see ray status; add nodes, reserve less, or start fewer workers"
-            raise StartError(f"the Ray cluster has no room for {label}", why, todo) from None
+            raise no_room(label, bundle, patience_s or 0.0) from None
         except BaseException:
             actor.end()
             raise

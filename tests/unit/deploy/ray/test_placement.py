@@ -10,6 +10,7 @@ from common.core.errors import StartError
 from common.net.messages import Role
 from deploy.cli import main as cli
 from deploy.ray import placement
+from deploy.ray.placement import Bundle
 
 
 def names(prefill: int, decode: int) -> list[tuple[str, Role]]:
@@ -53,6 +54,23 @@ def test_bundles_count_ranks_and_take_the_resources_and_labels_of_their_role() -
     assert decode.labels == {"zone": "a", "ray.io/accelerator-type": "in(L4,T4)"}
     assert "GPU" not in placement.bundle(config, "decode", on_gpus=False).amounts()
     assert placement.needed(decode) == "CPU 6, GPU 2, disk 2, zone=a, ray.io/accelerator-type=in(L4,T4)"
+
+
+def test_the_coordinator_reserves_a_cpu_of_its_node_if_there_is_any() -> None:
+    (bundle,) = placement.coordinator_group("coordinator", "id-a", {"CPU": 4, "node:10.0.0.1": 1}).bundles
+    assert (bundle.amounts(), bundle.labels) == ({"CPU": 1}, {"ray.io/node-id": "id-a"})
+    without = {"node:__internal_head__": 1.0, "node:10.0.0.1": 1.0, "memory": 1e9}
+    (bundle,) = placement.coordinator_group("coordinator", "id-a", without).bundles
+    assert bundle.amounts() == {"node:10.0.0.1": 0.001}, "Ray refuses an empty bundle"
+
+
+def test_a_lack_of_room_is_told_with_what_would_help() -> None:
+    error = placement.no_room("decode-0", Bundle(2, 0, {"disk": 1.0}, {"zone": "a"}), 5.0)
+    assert error.why == "no node has had CPU 2, disk 1, zone=a free for 5 s"
+    assert "add nodes" in error.todo
+    error = placement.no_room("coordinator", Bundle(1, 0, {}, {"ray.io/node-id": "id-a"}), 5.0)
+    assert error.why == "this machine's node, on which it must run, has not had CPU 1 free for 5 s"
+    assert "add nodes" not in error.todo
 
 
 @pytest.mark.parametrize("text", ["CPU=1", "GPU=1", "disk", "disk=", "disk=0", "disk=-1", "cook:disk=1", ""])

@@ -23,7 +23,7 @@ from deploy.launcher import cores, process
 from deploy.launcher.child import ChildProcess
 from deploy.launcher.screen import Lines
 from deploy.ray import actor as actors
-from deploy.ray import remote, session
+from deploy.ray import placement, remote, session
 from deploy.ray.actor import Event, Launch, NodeFacts, ProcessHost
 from deploy.ray.hosts import MAX_LAUNCH_BYTES, RayHosts, bounded
 from deploy.ray.placement import Bundle, Group
@@ -264,10 +264,8 @@ class OneNode:
         await asyncio.sleep(0)
         return self.made[label], NodeFacts(self.node_of[label], "10.0.0.7", actors.version())
 
-    async def actor_here(self, label: str, patience_s: float | None) -> LocalActor:
-        self.given.append((label, patience_s))
-        self.made[label] = LocalActor(label)
-        return self.made[label]
+    def coordinator_group(self, label: str) -> Group:
+        return placement.coordinator_group(label, "a", {"CPU": 1})
 
 
 def seen_by_others(pid: int) -> str:
@@ -279,7 +277,7 @@ def seen_by_others(pid: int) -> str:
 async def test_keys_reach_only_standard_input_of_the_process(child_program: None) -> None:
     minted, admin_key = keys.mint(), new_key()
     config = UpConfig(model="m", ray="auto", control_host="10.0.0.1", admin_api_key=admin_key)
-    cluster = OneNode({"prefill-0": "a", "decode-0": "a", "decode-1": "b"})
+    cluster = OneNode({"coordinator": "a", "prefill-0": "a", "decode-0": "a", "decode-1": "b"})
     hosts = RayHosts(config, cluster, on_gpus=False)  # type: ignore[arg-type]
     fleet = hosts.plan([("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")])
     children = [
@@ -308,7 +306,8 @@ async def test_keys_reach_only_standard_input_of_the_process(child_program: None
     alone = process.msgspec.json.decode(cluster.made["decode-1"].launches[0].message)["config"]
     assert (prefill["host"], prefill["device"], prefill["workers_on_host"]) == ("10.0.0.7", "cpu", 2)
     assert alone["workers_on_host"] == 1
-    assert [group.labels for group in cluster.groups] == [("prefill-0", "decode-0"), ("decode-1",)]
+    placed = [group.labels for group in cluster.groups]
+    assert placed == [("coordinator",), ("prefill-0", "decode-0"), ("decode-1",)], "no worker takes its only node"
     for child in children:
         child.send(signal.SIGTERM)
     await asyncio.gather(*keeping)
