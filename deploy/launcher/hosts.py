@@ -94,6 +94,9 @@ class Hosts(Protocol):
     def release(self, label: str) -> None:
         """Give up the place of a worker that has ended for good."""
 
+    async def watch(self) -> None:
+        """Wait until the machines are lost together, and raise StartError."""
+
 
 class ThisMachine:
     """Workers are children of this process and share the cores, GPUs and memory of this machine."""
@@ -130,3 +133,6 @@ class ThisMachine:
 
     def release(self, label: str) -> None:
         pass
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # this process ends with its machine

@@ -110,18 +110,19 @@ class Supervisor:
 
     async def run(self) -> int:
         """Start all children, serve until stopped, then drain. Returns the exit code. Raises StartError if a child
-        cannot start. No child is left when this returns or raises."""
+        cannot start, or the machines are lost. No child is left when this returns or raises."""
         self._listen_to_signals()
         self._prepare()
         children, scaling = self._children, self._scaling
         for child in children:
             children.keep(child)
         serving = asyncio.create_task(self._serve())
+        lost = asyncio.create_task(self._hosts.watch())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             while not self._stop.is_set():
                 scaling.grown.clear()
-                watched = {task for task in (*self._watched(), serving) if not task.done()}
+                watched = {task for task in (*self._watched(), serving, lost) if not task.done()}
                 grown = asyncio.create_task(scaling.grown.wait())
                 done, _ = await asyncio.wait({*watched, stopped, grown}, return_when=asyncio.FIRST_COMPLETED)
                 grown.cancel()
@@ -136,10 +137,10 @@ class Supervisor:
             return 0
         finally:
             children.kill()
-            for task in (serving, stopped):
+            for task in (serving, lost, stopped):
                 task.cancel()
             await children.coordinator.close_ipc()
-            await asyncio.gather(children.ended(), serving, stopped, return_exceptions=True)
+            await asyncio.gather(children.ended(), serving, lost, stopped, return_exceptions=True)
             self._placement.close()
 
     def _watched(self) -> list[asyncio.Task[None]]:

@@ -89,6 +89,10 @@ class RayHosts:
         if handle is not None:
             self._session.remove_group(handle)
 
+    async def watch(self) -> None:
+        """Raise StartError when the cluster is lost."""
+        await self._session.watch()
+
     async def _start(
         self,
         label: str,

@@ -5,22 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import re
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from common.core.errors import StartError, reason
+from common.net.hosts import parse_address
 from deploy.ray.actor import Event, Launch, NodeFacts, ProcessActor
 from deploy.ray.placement import Bundle, Group, coordinator_group, needed, no_room
 from deploy.ray.remote import ActorGone, ActorUnreachable
 
 _CALLS = 8
 """Calls of an actor that run at the same time: a poll, a poll that was repeated, and short ones."""
+CONNECT_S = 5.0
+"""Time in which the head of a cluster must accept a connection."""
+WATCH_S = 2.0
+"""Interval at which the head and the node of this machine are watched."""
+HEAD_LOST_S, NODE_LOST_S = 45.0, 5.0
+"""Times after which a head or a node that cannot be reached counts as lost. A head may be restarted; Ray ends this
+process when it has been away for 60 s."""
+_RETRIES = "RAY_NUM_REDIS_GET_RETRIES"
+"""How often Ray looks for a head that does not answer, 40 s each time; by default 20 times."""
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Session]:
     """Connect to the Ray cluster at ``address`` within the block; at its end all that was made in the cluster is
     removed. Raises StartError if Ray is not installed or the cluster cannot be used."""
+    os.environ.setdefault(_RETRIES, "1")  # read when Ray is imported
     try:
         import ray
         import ray.exceptions
@@ -29,6 +44,10 @@ def connected(address: str) -> Iterator[Session]:
     except ImportError as error:
         raise StartError("--ray needs the package ray", reason(error), "pip install 'tandem[ray]'") from error
     try:
+        if address != "auto":
+            host, port = parse_address(address)
+            with socket.create_connection((host.strip("[]"), port), CONNECT_S):
+                pass
         ray.init(address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
@@ -49,14 +68,28 @@ class Session:
         self.address: str = ray.util.get_node_ip_address()
         self._class = ray.remote(ProcessActor)
 
+    async def watch(self) -> None:
+        """Wait until the head of the cluster or the node of this machine is lost, and raise StartError. Ray itself does
+        not report either to a process that only waits for calls of actors."""
+        head = self._ray.get_runtime_context().gcs_address
+        node = f"{self.address}:{self._here()['NodeManagerPort']}"
+        await asyncio.gather(
+            lost(parse_address(head), HEAD_LOST_S, f"the head of the Ray cluster, {head}"),
+            lost(parse_address(node), NODE_LOST_S, f"Ray's node of this machine, {node}"),
+        )
+
+    def _here(self) -> dict[str, Any]:
+        """Return what Ray knows about the node of this machine."""
+        found: dict[str, Any] = next(node for node in self._ray.nodes() if node["NodeID"] == self.node_id)
+        return found
+
     def resources(self) -> dict[str, float]:
         """Return the resources of all nodes together."""
         return dict(self._ray.cluster_resources())
 
     def coordinator_group(self, label: str) -> Group:
         """Return the group of the coordinator, on this machine's node."""
-        here = next(node for node in self._ray.nodes() if node["NodeID"] == self.node_id)
-        return coordinator_group(label, self.node_id, here["Resources"])
+        return coordinator_group(label, self.node_id, self._here()["Resources"])
 
     def group(self, group: Group) -> Any:
         """Return Ray's handle of a new placement group. Does not wait until there is room for it."""
@@ -102,6 +135,22 @@ class Session:
             raise
 
 
+async def lost(address: tuple[str, int], patience_s: float, what: str) -> None:
+    """Raise StartError when ``address`` has not accepted a connection for ``patience_s`` seconds. ``what`` is there."""
+    reached_at = time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(*address)
+            writer.close()
+            reached_at = time.monotonic()
+        except OSError as error:  # a timeout is one
+            if time.monotonic() - reached_at > patience_s:
+                why = f"it has not accepted a connection for {patience_s:g} s ({reason(error)})"
+                raise StartError(f"{what}, is lost", why, "start the cluster, then tandem up, again") from error
+        await asyncio.sleep(WATCH_S)
+
+
 class RayActor:
     """Calls of an actor. Each raises ActorGone or ActorUnreachable."""
 
@@ -144,8 +193,10 @@ class RayActor:
 
 
 def _short(error: Exception) -> str:
-    """Return the line of an error of Ray that says why, without the ids and counters around it."""
+    """Return what an error of Ray says about the cause, without ids, counters and advice."""
     if (cause := getattr(error, "cause", None)) is not None:  # what the method raised
         return f"{type(cause).__name__}: {cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "because" in line), lines[0] if lines else type(error).__name__)
+    line = next((line for line in lines if "because" in line), lines[0] if lines else type(error).__name__)
+    detail = re.search(r"exit detail: (.+?)(?:\.\s|\.?$)", line)
+    return line.split(". ")[0].rstrip(".") + (f": {detail[1]}" if detail else "")

@@ -344,3 +344,49 @@ def test_a_missing_package_is_told_with_the_command(monkeypatch: pytest.MonkeyPa
     with pytest.raises(StartError, match="needs the package ray") as caught, contextlib.ExitStack() as stack:
         stack.enter_context(session.connected("auto"))
     assert "tandem[ray]" in caught.value.todo
+
+
+# -- the connection to Ray --------------------------------------------------------------------------------------------
+
+
+async def test_a_head_that_accepts_no_connection_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "WATCH_S", 0.0)
+    connected = asyncio.Semaphore(0)
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        connected.release()
+
+    head = await asyncio.start_server(accept, "127.0.0.1", 0)
+    address = head.sockets[0].getsockname()
+    watching = asyncio.create_task(session.lost(address, 0.0, "the head"))
+    for _ in range(3):
+        await connected.acquire()
+    assert not watching.done()
+    head.close()
+    with pytest.raises(StartError, match="the head, is lost") as caught:
+        await watching
+    assert caught.value.why == "it has not accepted a connection for 0 s (Connection refused)"
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: ProcessActor\n\tactor_id: 4ec6\n"
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1)",
+            "The actor is dead because its worker process has died: Worker unexpectedly exits with a connection error "
+            "code 2",
+        ),
+        (
+            "The actor died unexpectedly before finishing this task.\n\tactor_id: 4ec6\n"
+            "The actor died because its node has died. Node Id: 81bb\n\tthe actor's node was terminated unexpectedly",
+            "The actor died because its node has died",
+        ),
+        ("It is gone.", "It is gone"),
+        ("", "Exception"),
+    ],
+)
+def test_errors_of_ray_are_told_by_their_cause(text: str, short: str) -> None:
+    assert session._short(Exception(text)) == short
