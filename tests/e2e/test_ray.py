@@ -1,83 +1,21 @@
-"""``tandem up --ray`` on a Ray cluster of three nodes, all on this machine: a node is killed under load, and another is
-added."""
+"""``tandem up --ray`` on a Ray cluster of several nodes, all on this machine: nodes are killed and added under load,
+added by Ray's autoscaler, and chosen by labels and resources."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import aiohttp
-import pytest
+import psutil
 
-from common.net.http_client import HttpClient
-from tests import leaked_keys
-from tests.pace import scaled
+from tests.e2e.ray_cluster import MARKS, cluster, gone, until, up
+from tests.leaked_keys import keygen, new_key, register_cluster_keys
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".cache/ray/bin/python"
-WAIT_S = scaled(60.0)
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.whole,
-    pytest.mark.alone,
-    pytest.mark.timeout(scaled(300)),
-    pytest.mark.skipif(not PYTHON.exists(), reason="Ray is not installed: make .cache/ray/bin/ray installs it"),
-]
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "RAY_"))},
-    "PYTHONPATH": str(ROOT),
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-
-
-class Nodes:
-    """A Ray cluster: its ``address``; nodes are added to it and killed."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._commands: IO[str] = process.stdin
-        self._answers: IO[str] = process.stdout
-        self.address = self._answers.readline().split()[1]
-
-    def do(self, command: str) -> None:
-        """Send a command of :mod:`tests.e2e.ray_nodes` and wait until it is done."""
-        self._commands.write(command + "\n")
-        self._commands.flush()
-        assert self._answers.readline() == "done\n"
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    """A Ray cluster of three nodes: one for the coordinator, two with room for a pair of workers each."""
-    leaked_keys.watch(tmp_path / "nodes.log")
-    with (tmp_path / "nodes.log").open("w") as log:
-        running = subprocess.Popen(
-            [PYTHON, "-m", "tests.e2e.ray_nodes"], cwd=ROOT, env=ENVIRONMENT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
-        with running:
-            cluster = Nodes(running)
-            cluster.do("add 2")
-            cluster.do("add 2")
-            yield cluster
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    """Poll the state of other processes; return the first true value."""
-    deadline = time.monotonic() + WAIT_S
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.05)
-    return value
+pytestmark = MARKS
 
 
 async def request(session: aiohttp.ClientSession, url: str, prompt: str) -> int:
@@ -119,62 +57,110 @@ async def _load(url: str, while_running: Callable[[], object]) -> int:
     return sum(counts)
 
 
-def test_a_killed_node_fails_no_request_and_an_added_one_is_used(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_killed_node_fails_no_request_and_an_added_one_is_used(tmp_path: Path) -> None:
     log = tmp_path / "up.log"
-    leaked_keys.watch(log)
-    with log.open("wb") as out:
-        up = subprocess.Popen(
-            [PYTHON, "-m", "deploy.cli", "up", "--ray", nodes.address, "--prefill", "2", "--decode", "2",
-             "--threads", "1", "--port", "0", "--control-port", "0", "--num-kv-blocks", "600", "--ray-timeout", "60"],
-            cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    with cluster(tmp_path, 1) as nodes:
+        for _ in range(2):  # each with room for a pair of workers
+            nodes.do("add", num_cpus=2)
+        with up(nodes.address, log, "--prefill", "2", "--decode", "2") as system:
+            before = system.pids()
+            assert sorted(before) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
 
-    def said(pattern: str) -> re.Match[str] | None:
-        text = log.read_text(errors="replace")
-        assert up.poll() is None or "stopped" in text, text
-        return re.search(pattern, text)
+            def kill_one() -> None:
+                nodes.do("kill", 1)
+                until(lambda: system.said(r"up: \S+ (?:exited|hangs) \("), "the loss of the node is noticed")
 
-    try:
-        url = until(lambda: said(r"serving tandem-builtin on (http://\S+)"), "it serves")[1]
-        server = HttpClient(url, None, WAIT_S)
+            assert load(system.url, kill_one) > 20
+            left = {name: pid for name, pid in before.items() if psutil.pid_exists(pid)}
+            assert sorted(name.partition("-")[0] for name in left) == ["decode", "prefill"], "pairs were on one node"
+            assert len({name.partition("-")[2] for name in left}) == 1
 
-        def pids() -> dict[str, int]:
-            return {each["id"]: each["pid"] for each in server.get("/admin/workers")[1]["workers"]}
+            def said_back() -> list[str]:
+                return re.findall(r"(\S+) is back", system.text())
 
-        before = pids()
-        assert sorted(before) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+            def add_one() -> None:
+                nodes.do("add", num_cpus=2)
+                until(lambda: len(said_back()) == 2, "the lost workers are back, on the new node")
 
-        def kill_one() -> None:
-            nodes.do("kill 0")
-            until(lambda: said(r"up: \S+ (?:exited|hangs) \("), "the loss of the node is noticed")
+            assert load(system.url, add_one) > 0
+            assert sorted(said_back()) == sorted(before.keys() - left.keys())
 
-        assert load(url, kill_one) > 20
-        left = {name: pid for name, pid in before.items() if os.path.exists(f"/proc/{pid}")}
-        assert sorted(name.partition("-")[0] for name in left) == ["decode", "prefill"], "pairs were on one node"
-        assert len({name.partition("-")[2] for name in left}) == 1
+            def scale_up() -> None:
+                nodes.do("add", num_cpus=2)
+                assert system.server.post("/admin/scale", {"prefill": 3, "decode": 3}) == {"prefill": 3, "decode": 3}
 
-        def add_one() -> None:
-            nodes.do("add 2")
-            until(lambda: len(said_back()) == 2, "the lost workers are back, on the new node")
+            assert load(system.url, scale_up) > 0
+            after = system.pids()
+            assert len(after) == 6
+            system.interrupt()
+            until(gone(after.values()), "all workers have ended")
+            assert nodes.do("actors") == nodes.do("groups") == 0
 
-        def said_back() -> list[str]:
-            return re.findall(r"(\S+) is back", log.read_text(errors="replace"))
 
-        assert load(url, add_one) > 0
-        assert sorted(said_back()) == sorted(before.keys() - left.keys())
+def test_the_autoscaler_adds_nodes_for_the_start_and_for_more_workers(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 2) as nodes:  # the head has room for the coordinator only
+        assert nodes.do("nodes") == 1
+        with up(nodes.address, tmp_path / "up.log") as system:
+            assert nodes.do("nodes") == 2
+            assert system.server.post("/admin/scale", {"prefill": 2, "decode": 2}) == {"prefill": 2, "decode": 2}
+            assert nodes.do("nodes") == 3
+            assert len(system.pids()) == 4 and system.answers()
+            system.interrupt()
 
-        def scale_up() -> None:
-            nodes.do("add 2")
-            assert server.post("/admin/scale", {"prefill": 3, "decode": 3}) == {"prefill": 3, "decode": 3}
 
-        assert load(url, scale_up) > 0
-        after = pids()
-        assert len(after) == 6
-        up.send_signal(signal.SIGINT)
-        assert up.wait(WAIT_S) == 0
-        assert said("up: stopped")
-        until(lambda: not [pid for pid in after.values() if os.path.exists(f"/proc/{pid}")], "all workers have ended")
-    finally:
-        if up.poll() is None:
-            up.kill()
-            up.wait()
+# -- where workers run, what Ray keeps of them ------------------------------------------------------------------------
+
+
+def raylet_of(pid: int) -> int:
+    """Return the process id of the node on which the actor of a worker is."""
+    actor = psutil.Process(pid).parent()
+    raylet = actor.parent() if actor is not None else None
+    assert raylet is not None and raylet.name() == "raylet"
+    return raylet.pid
+
+
+def memory(pid: int) -> bytes:
+    """Return the readable memory of a process, shared memory included."""
+    found = []
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for line in maps:
+            extent, access, *_ = line.split()
+            start, end = (int(each, 16) for each in extent.split("-"))
+            if access.startswith("r") and end - start < 1 << 28:
+                try:
+                    memory.seek(start)
+                    found.append(memory.read(end - start))
+                except (OSError, OverflowError):  # pages of the kernel, of devices, or beyond the end of a file
+                    continue
+    return b"".join(found)
+
+
+def test_labels_and_resources_choose_nodes_and_ray_has_logs_but_no_keys(tmp_path: Path) -> None:
+    keys, admin_key = keygen(tmp_path / "keys.json"), new_key()
+    secrets = [admin_key, *register_cluster_keys(keys)]
+    labels = ("--ray-labels", "decode:zone=b", "--ray-resources", "prefill:disk=1")
+    with cluster(tmp_path, 1) as nodes:
+        disk = nodes.do("add", num_cpus=2, resources={"disk": 1}, labels={"zone": "a"})
+        zone = nodes.do("add", num_cpus=2, labels={"zone": "b"})
+        admin = {"TANDEM_ADMIN_API_KEY": admin_key}
+        with up(nodes.address, tmp_path / "up.log", *labels, "--cluster-key-file", keys, environment=admin) as system:
+            pids = system.pids(admin_key)
+            assert {name: raylet_of(pid) for name, pid in pids.items()} == {"prefill-0": disk, "decode-0": zone}
+            kept = nodes.do("kept")
+            assert "ProcessActor" in kept and not [secret for secret in secrets if secret in kept]
+            of_ray = [each for each in psutil.Process(nodes.process.pid).children(recursive=True)
+                      if each.name() in ("raylet", "gcs_server")]  # fmt: skip
+            assert len(of_ray) == 4
+            for each in of_ray:
+                seen = memory(each.pid)
+                assert b"placement_group" in seen, "its memory was read"
+                assert not [secret for secret in secrets if secret.encode() in seen], each.name()
+            actor = psutil.Process(pids["decode-0"]).parent()
+            assert actor is not None and any(secret.encode() in memory(actor.pid) for secret in secrets)
+            system.interrupt()
+        logs = {path.name: path.read_bytes() for path in nodes.logs.parent.rglob("*") if path.is_file()}
+        assert not [(name, secret) for name, text in logs.items() for secret in secrets if secret.encode() in text]
+        for name in ("coordinator", "prefill-0", "decode-0"):
+            mark = f":actor_name:tandem {name}\n".encode()
+            (lines,) = (text for file, text in logs.items() if file.endswith(".out") and mark in text)
+            assert f" {name}: draining".encode() in lines
