@@ -247,10 +247,13 @@ class CudaDriver:
     def hash_async(self, memory: DeviceBuffer, size: int, word: DeviceBuffer) -> None:
         import torch
 
-        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream.value or 0, device=self.name)):
-            assert word.array is not None
-            total = hashed(self.tensor(memory, size))
-            torch.from_numpy(word.array[:WORD_BYTES].view(np.int64)).copy_(total.reshape(1), non_blocking=True)
+        assert word.array is not None
+        try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(self._stream.value or 0, device=self.name)):
+                total = hashed(self.tensor(memory, size))
+                torch.from_numpy(word.array[:WORD_BYTES].view(np.int64)).copy_(total.reshape(1), non_blocking=True)
+        except RuntimeError as error:  # such as a lack of memory, which costs the hand-off and not the worker
+            raise DeviceFailed(f"hash of {size} bytes: {error}") from error
 
     def query(self, event: Event) -> bool:
         status = self._cuda.cuEventQuery(event.handle)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from common.kv.device_hash import device_hash
+from common.kv.storage import cuda_driver
 from common.kv.storage.cuda_driver import CudaDriver, hashed
-from common.kv.storage.device_calls import DeviceFailed
+from common.kv.storage.device_calls import DeviceBuffer, DeviceFailed
 
 READ, READ_WRITE, POSIX_FD = 1, 3, 1
 GRANULARITY = 4096
@@ -177,6 +178,21 @@ def test_a_kernel_that_cannot_be_launched_is_a_failure_of_the_device(on_cpu: Non
         driver.copy_async(at, at + 4096, np.full(8, 16))
 
 
+def test_a_hash_for_which_memory_is_short_is_a_failure_of_the_device(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+
+    driver, data = CudaDriver(0, lambda: 5, Libcuda()), np.zeros(64, np.uint8)
+    memory = DeviceBuffer(0, 64, data)
+    driver.hash_async(memory, 64, memory)
+    assert int(data[:8].view(np.uint64)[0]) == device_hash(np.zeros(64, np.uint8))
+    monkeypatch.setattr(cuda_driver, "hashed", short)
+    with pytest.raises(DeviceFailed, match="hash of 64 bytes: CUDA out of memory"):
+        driver.hash_async(memory, 64, memory)
+
+
 def test_a_gpu_without_shared_memory_is_refused() -> None:
     library = Libcuda()
     find = library.__getattr__
@@ -192,8 +208,6 @@ def test_a_gpu_without_shared_memory_is_refused() -> None:
 
 
 def test_the_structures_have_the_sizes_of_cuda_h() -> None:
-    from common.kv.storage import cuda_driver
-
     sizes = [ctypes.sizeof(each) for each in (cuda_driver._AllocationProp, cuda_driver._AccessDesc)]
     assert sizes == [32, 12] and ctypes.sizeof(cuda_driver._CopyAttributes) == 24
 
