@@ -67,7 +67,8 @@ STAGES = {
         Stage("prefill", "G4: prefill of 4,096 tokens", "bench.gpu.engine:prefill", 90),
         Stage("gaps", "G6: time between decode steps in a worker's loop", "bench.gpu.engine:gaps", 90),
         Stage("batch", "G5: 256 requests on a 0.6B model", "bench.gpu.engine:batch", 90),
-        Stage("handoff", "G7, G8: KV between two processes", "bench.gpu.handoff:measure", 90),
+        Stage("handoff", "G7: KV between two processes by CUDA IPC", "bench.gpu.handoff:direct", 60),
+        Stage("pinned", "G8: KV between two processes through host memory", "bench.gpu.handoff:pinned", 60),
         Stage("pair", "1P1D in two processes gives the tokens of one", "bench.gpu.pair:compare", 180),
     )
 }
