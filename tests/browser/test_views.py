@@ -461,6 +461,25 @@ async def test_a_phone_shows_every_view_without_scrolling_sideways(stand_in: Sta
         await page.click(".parameters-button")
         await expect(page.locator("#p-system")).to_be_focused()
         assert await overflow(page) == []
+        await page.locator("#p-other").evaluate("(field) => field.closest('details').setAttribute('open', '')")
+        await page.focus("#p-other")  # far down: the button that closes the panel stays in sight
+        await expect(page.locator(".side .close")).to_be_in_viewport()
+        await page.keyboard.press("Escape")
+        await expect(page.locator(".side")).to_be_hidden()
+
+
+async def test_events_of_workers_on_a_phone(stand_in: StandIn) -> None:
+    async with open_page(stand_in.url, "system", viewport=PHONE) as page:
+        await expect(page.locator(".worker").first).to_be_visible()
+        why = "nothing has arrived from it since its connection closed"
+        stand_in.push("worker", {"name": "decode-0", "role": "decode", "state": "dead", "why": why, "t": time.time()})
+        line = page.locator(".log li").first
+        await expect(line).to_contain_text(why)
+        measure = "(each) => [each.getClientRects()[0].height, each.scrollWidth - each.clientWidth]"
+        name = await line.locator("b").evaluate(measure)
+        reason = await line.locator(":scope > :last-child").evaluate(measure)
+        assert name[0] < 25 and name[1] <= 0, "on one line"
+        assert reason[0] > 25 and reason[1] <= 0, "whole, on several lines"
 
 
 async def test_themes_and_reduced_motion(stand_in: StandIn) -> None:

@@ -39,7 +39,9 @@ export class ChatView {
     this.root = h("div", { class: "chat" }, h("div", { class: "talk" }, this.scroller, form), this.side);
     root.append(this.root);
     root.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.running) this.stop();
+      if (event.key !== "Escape") return;
+      if (this.root.hasAttribute("data-parameters")) this._toggle(root.querySelector(".parameters-button"));
+      else if (this.running) this.stop();
     });
     this.drawEmpty();
     this.load();
