@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gguf.constants import GGMLQuantizationType
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from common.checkpoint.gguf import GgufModel
 from common.checkpoint.gguf_config import EMBEDDING, OUTPUT
+from common.checkpoint.sizes import GGUF_BITS
 from common.core.errors import StartError
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -48,9 +52,24 @@ def _faults(model: GgufModel, config: Mapping[str, Any]) -> Iterator[str]:
     for name, tensor in model.tensors.items():
         if (kind := GGMLQuantizationType(tensor.type).name) in _NOT_WEIGHTS:
             yield f"its tensor {name} is of type {kind}, which no weight has"
+        elif not _is_read(GGMLQuantizationType(tensor.type)):
+            yield f"its tensor {name} is of type {kind}, which is not read"
     yield from _wrong_shapes(model, config)
     if not model.metadata.get("tokenizer.ggml.tokens"):
         yield "its vocabulary is empty"
+
+
+@functools.cache
+def _is_read(kind: GGMLQuantizationType) -> bool:
+    """Return whether there is a reader for a type."""
+    if kind.name == "F64" or kind.name in GGUF_BITS:
+        return True
+    _, size = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, size), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _wrong_shapes(model: GgufModel, config: Mapping[str, Any]) -> Iterator[str]:

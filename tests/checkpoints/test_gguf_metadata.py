@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
 
 from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
 from tests.checkpoints.gguf_maker import gguf_of
+from tests.models import make_model
 
 END = 7
 """The id of the end-of-turn token of the tests' tokenizer, which only the chat template names."""
@@ -116,6 +119,20 @@ def test_whole_numbers_are_no_weights(checkpoint: Callable[[str], Path], tmp_pat
         return (values.astype(np.int32), None) if name == "blk.0.attn_q.weight" else (values, None)
 
     assert "of type I32" in why_not(gguf_of(checkpoint("llama"), tmp_path / "x.gguf", encode=encode))
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_1, Type.Q8_K])
+def test_types_that_are_not_read_are_named(kind: Type, tmp_path: Path) -> None:
+    """They are for sums between products, and no file should have them."""
+
+    def encode(name: str, values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Any]:
+        if name != "blk.0.ffn_down.weight":
+            return values, None
+        block, size = GGML_QUANT_SIZES[kind]
+        return np.zeros((64, 256 // block * size), np.uint8), kind
+
+    model = make_model("llama", tmp_path / "model", intermediate_size=256)
+    assert f"of type {kind.name}, which is not read" in why_not(gguf_of(model, tmp_path / "x.gguf", encode=encode))
 
 
 def test_a_directory_of_gguf_files_with_a_configuration(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
