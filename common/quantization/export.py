@@ -123,6 +123,8 @@ def _chosen(
     for name in files.names:
         module, _, last = name.rpartition(".")
         part = module.rpartition(".")[2]
+        if len(files.shape(name)) == 3:  # of all experts of a layer
+            written.kept.append(module)
         if last != "weight" or len(files.shape(name)) != 2 or part in EMBEDDINGS:
             continue
         columns = files.shape(name)[1]
@@ -247,5 +249,5 @@ def quantization_config(
         }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": groups, "ignore": list(ignored), "kv_cache_scheme": None,
+        "config_groups": groups, "ignore": list(dict.fromkeys(ignored)), "kv_cache_scheme": None,
     }  # fmt: skip

@@ -119,7 +119,9 @@ def _write_card(out: Path, config: QuantizeConfig, original: Checkpoint, written
         for size, modules in sorted(written.rounded.items(), reverse=True)
     ]
     if written.kept:
-        facts.append(f"- matrices kept as they are (output layer, routers, others): {len(written.kept)}")
+        facts.append(
+            f"- matrices kept as they are (output layer, routers, joined experts, others): {len(written.kept)}"
+        )
     facts.append(f"- {human_bytes(written.before)} of weights became {human_bytes(written.after)}")
     path = Path(config.model)
     name = path.resolve().name if path.exists() else config.model

@@ -231,6 +231,16 @@ def test_the_card_names_the_built_in_model(tmp_path: Path) -> None:
     assert f"# {builtin.NAME}, quantized to 4 bits\n" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_joined_experts_are_kept_and_said(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt-oss has one tensor for all experts of a layer, most of its weights."""
+    quantized(checkpoint("gpt-oss"), tmp_path / "out")
+    layers = json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"]
+    kept = 1 + 3 * layers  # the output layer; routers, and two tensors of experts in each layer
+    assert f", {kept} kept: " in capsys.readouterr().out
+
+
 def test_the_card_has_the_figures_of_the_quality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are those of the numbers that were written, computed by transformers."""
     original = make_model("llama", tmp_path / "original")
