@@ -21,27 +21,14 @@ _PACKED_INTO_BYTES = re.compile(r"_blocks$")
 _EXPERT = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.experts|\.ffn\.experts")
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
-GGUF_BITS = {
-    "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 8.5, "Q5_1": 9.0, "Q8_0": 8.5, "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625,
-    "Q5_K": 8.625, "Q6_K": 8.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5,
-}  # fmt: skip
-"""Bits in memory of a weight of a GGUF type that is kept exactly, with its scales."""
-EXPANDED_BITS = 8.5
-"""Bits of a weight of any other quantized type, which is expanded to 8 bits in groups of 32."""
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 
 
 def weight_bytes(found: Preview, dtype: KvDtype) -> int:
     """Return the bytes of the weights in memory, those that are not quantized in ``dtype``."""
-    if not found.checkpoint.format.method:
-        return found.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[found.dtype]
-    if found.checkpoint.format.container != "gguf":
-        return found.weight_bytes
-    bits = 0.0
-    for tensor in found.tensors.values():
-        plain = tensor.kind in PLAIN_KINDS
-        bits += tensor.size * (8 * ELEMENT_BYTES[dtype] if plain else GGUF_BITS.get(tensor.kind, EXPANDED_BITS))
-    return int(bits / 8)
+    if (sizes := found.checkpoint.sizes) is not None:
+        return sizes.bytes_in(ELEMENT_BYTES[dtype])
+    return found.weight_bytes * ELEMENT_BYTES[dtype] // ELEMENT_BYTES[found.dtype]
 
 
 def count_parameters(

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.checkpoint import hub
 from common.checkpoint.files import Checkpoint, assemble, open_checkpoint, open_gguf_checkpoint, read_config
+from common.checkpoint.sizes import sizes_of_safetensors
 from common.checkpoint.support import refuse_unsupported
 from common.checkpoint.weights import choose_files, indexed_files, parse_header, read_header
 from common.core.errors import StartError
@@ -74,12 +75,15 @@ def preview(model: str, revision: str | None = None, trust_remote_code: bool = F
     names = indexed_files(first) or hub.weight_names(name, revision)
     if not names:
         raise StartError(f"cannot serve {model}", "it has no safetensors weights", "choose another checkpoint")
-    tensors, size = dict[str, Tensor](), 0
+    headers, size = list[dict[str, dict[str, Any]]](), 0
     for each in names:
         with hub.open_remote(name, revision, each) as (remote, length):
-            tensors |= _tensors(parse_header(Path(each), remote, length)[1])
+            headers.append(parse_header(Path(each), remote, length)[1])
             size += length
-    return Preview(assemble(model, revision, config, text, (), (), trust_remote_code), tensors, size, False)
+    found = assemble(model, revision, config, text, (), (), trust_remote_code)
+    if found.format.method:
+        found = replace(found, sizes=sizes_of_safetensors(headers, found.format))
+    return Preview(found, {key: each for header in headers for key, each in _tensors(header).items()}, size, False)
 
 
 def _local(checkpoint: Checkpoint) -> Preview:

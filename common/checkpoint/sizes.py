@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from common.checkpoint.gguf import GgufTensor
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_GGUF_BITS = {
+GGUF_BITS = {
     "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 8.5, "Q5_1": 9.0, "Q8_0": 8.5, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5,
     "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.5625,
 }  # fmt: skip
 """Bits per weight of types that are kept as they are, with their scales; codes of 5 and 6 bits take 8."""
-_EXPANDED_BITS = 8.5
+EXPANDED_BITS = 8.5
 """Bits per weight of all other types."""
 _ROUNDED_BITS = {4: 4 + 24 / 64, 8: 8 + 16 / 64}
 """Bits per weight of matrices that are rounded at load, in groups of 64."""
@@ -49,7 +49,7 @@ def sizes_of_gguf(tensors: Iterable[GgufTensor]) -> Sizes:
         if kind in _FLOATS:
             floats += count
         else:
-            bits += count * _GGUF_BITS.get(kind, _EXPANDED_BITS)
+            bits += count * GGUF_BITS.get(kind, EXPANDED_BITS)
     return Sizes(round(bits / 8), floats)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from common.checkpoint.complete import check_whole
 from common.checkpoint.end_tokens import EndToken
 from common.checkpoint.files import Checkpoint
-from common.checkpoint.parameters import GGUF_BITS, PLAIN_KINDS, count_parameters, weight_bytes
+from common.checkpoint.parameters import PLAIN_KINDS, count_parameters, weight_bytes
 from common.checkpoint.preview import Preview
+from common.checkpoint.sizes import GGUF_BITS
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout
 from common.platform import memory
 from common.platform.device import Device, choose, choose_dtype

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,12 +23,14 @@ from safetensors.torch import load_file, save_file
 from common.builtin import path
 from common.checkpoint import hub
 from common.checkpoint import preview as previews
-from common.checkpoint.parameters import EXPANDED_BITS, GGUF_BITS
+from common.checkpoint.files import open_checkpoint
 from common.checkpoint.preview import Preview, preview
+from common.checkpoint.sizes import EXPANDED_BITS, GGUF_BITS
 from common.core.errors import StartError
 from common.quantization.gguf_blocks import READERS, size_of, weight_of
 from deploy.launcher.inspection import inspect
 from tests.checkpoints.gguf_maker import gguf_of
+from tests.checkpoints.quantized_maker import gptq, quantized_hub
 from tests.e2e.system import tandem
 from tests.fakes.hub import MODEL, FakeHub
 from tests.models import make_model
@@ -148,6 +151,18 @@ def test_bytes_in_memory_are_those_of_the_weights(kind: str) -> None:
     data = torch.randint(0, 60, (size_of(Type[kind], (64, 512)),), dtype=torch.uint8)
     weight = weight_of(Type[kind], data, (64, 512))
     assert weight.nbytes * 8 / (64 * 512) == pytest.approx(GGUF_BITS.get(kind, EXPANDED_BITS), rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_memory_is_that_of_a_worker(bits: int, hub_of: Callable[[Path], Hub], tmp_path: Path) -> None:
+    """Codes of 2 bits take 4, and what is not quantized has the type of the computation."""
+    original = make_model("llama", tmp_path / "original", intermediate_size=128)
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32}
+    pair = quantized_hub(original, tmp_path, settings, partial(gptq, bits=bits))
+    wanted = open_checkpoint(str(pair.model)).bytes_in("float32")
+    assert inspect(preview(str(pair.model))).weight_bytes == wanted
+    hub_of(pair.model)
+    assert inspect(preview(MODEL)).weight_bytes == wanted
 
 
 def test_a_damaged_gguf_file_of_a_repository(
