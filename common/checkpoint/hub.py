@@ -215,7 +215,7 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], left_
 
 
 def _unreachable(model: str, error: Exception) -> StartError:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = str(error).strip().splitlines()[0].removeprefix("Got: ") if str(error).strip() else type(error).__name__
     return StartError(
         f"cannot open {model}",
         f"there is no such directory, and the download from the hub failed: {said[:200]}",

@@ -158,6 +158,14 @@ def test_weights_of_a_refused_hub_model_are_not_downloaded(copy: Path, hub: list
     assert hub == [FIRST]
 
 
+def test_why_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(model: str, **_: object) -> str:
+        raise OSError("Got: ConnectError: no such host\nAn error happened while trying to locate the files")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    assert "the download from the hub failed: ConnectError: no such host\n" in reason("owner/name")
+
+
 def test_a_file_is_refused_without_asking_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[tuple[str, ...]]
 ) -> None:
