@@ -13,12 +13,14 @@ from bench.goals.checkpoint import save_tokenizer
 from bench.goals.figures import GoalTarget, Row
 from bench.gpu.shapes import make
 from bench.gpu.stages import Setting
-from bench.load.systems import running
+from bench.load.systems import READY_S, running
 from common.core.errors import StartError
 from common.net.http_client import HttpClient
 
 PROMPTS, TOKENS = (37, 300, 1500, 4000), 32
 """Prompt lengths and output tokens."""
+ON_GPU_S = 90.0
+"""Longest start of a system on a GPU: less than half of the stage's limit, so that its last words are shown."""
 LARGEST_GAP = 0.15
 """Largest accepted distance of a token's logit from the best, in standard deviations of the row's logits: what the
 rounding of bfloat16 allows."""
@@ -53,7 +55,7 @@ def _answers(setting: Setting, path: Path, prompts: list[list[int]]) -> tuple[li
     """Return the tokens of each prompt's answer, and the links by which KV was handed off."""
     flags = ["--max-model-len", "8192"] if not setting.dry else ["--dtype", "float32"]
     flags += ["--device", "cpu" if setting.dry else "cuda", "--local-prefill", "never"]
-    with running(str(path), "1p1d", flags) as url:
+    with running(str(path), "1p1d", flags, ready_s=READY_S if setting.dry else ON_GPU_S) as url:
         server, answers = HttpClient(url, timeout_s=120), []
         for prompt in prompts:
             body = {

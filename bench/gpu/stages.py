@@ -69,7 +69,7 @@ STAGES = {
         Stage("batch", "G5: 256 requests on a 0.6B model", "bench.gpu.engine:batch", 90),
         Stage("handoff", "G7: KV between two processes by CUDA IPC", "bench.gpu.handoff:direct", 60),
         Stage("pinned", "G8: KV between two processes through host memory", "bench.gpu.handoff:pinned", 60),
-        Stage("pair", "1P1D in two processes gives the tokens of one", "bench.gpu.pair:compare", 180),
+        Stage("pair", "1P1D in two processes gives the tokens of one", "bench.gpu.pair:compare", 240),
     )
 }
 """In the order in which they run: what matters most, and what others need, comes first."""

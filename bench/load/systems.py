@@ -53,10 +53,10 @@ def pools(system: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]:
+def running(model: str, system: str, flags: Sequence[str] = (), *, ready_s: float = READY_S) -> Iterator[str]:
     """Run ``tandem up`` with the pools of ``system``, and yield its URL once it is ready.
 
-    If it does not start, StartError is raised with the reason that it printed."""
+    If it does not start within ``ready_s`` seconds, StartError is raised with the reason that it printed."""
     words = [*([model] if model else []), *pools(system), "--port", "0", "--control-port", "0", *flags]
     with started(system, [sys.executable, "-m", "deploy.cli", "up", *words]) as process:
 
@@ -64,7 +64,7 @@ def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]
             said = _URL.search(process.said())
             return said.group() if said and is_ready(said.group(), "/ready") else None
 
-        yield process.wait(url, READY_S, "try the same tandem up")
+        yield process.wait(url, ready_s, "try the same tandem up")
 
 
 def is_ready(url: str, path: str) -> bool:

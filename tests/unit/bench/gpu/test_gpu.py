@@ -150,7 +150,7 @@ class _Server:
 
 
 def test_a_pair_that_hands_nothing_off_fails_in_words(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "running", lambda *_: nullcontext("http://nowhere"))
+    monkeypatch.setattr(pair, "running", lambda *_, **__: nullcontext("http://nowhere"))
     monkeypatch.setattr(pair, "HttpClient", _Server)
     with pytest.raises(StartError, match="not handed off: its path is local"):
         pair._answers(setting, setting.folder, [[1, 2, 3]])
