@@ -48,6 +48,8 @@ class CudaCalls:
         self._pool: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
         """The graphs in the pool that are alive."""
+        self._invalid: list[Any] = []
+        """Graphs whose captures CUDA has invalidated: torch's allocator of pinned memory refers to them for ever."""
         self._captures = torch.cuda.Stream(device)
 
     def pinned(self, *shape: int) -> torch.Tensor:
@@ -75,7 +77,7 @@ class CudaCalls:
 
     def _abandon(self, graph: Any) -> None:
         """End a capture that has failed. If CUDA has invalidated it, torch's own end does not reach the allocator,
-        which would keep the pool, and free no cached memory any more."""
+        which would keep the pool, and free no cached memory any more. Later graphs then get another pool."""
         try:
             graph.capture_end()
         except RuntimeError:  # its complaint would hide why
@@ -83,6 +85,8 @@ class CudaCalls:
             with contextlib.suppress(RuntimeError):  # of an end that did reach the allocator
                 torch._C._cuda_endAllocateToPool(*where)
                 torch._C._cuda_releasePool(*where)
+                self._invalid.append(graph)
+                self._graphs.clear()
 
     def event(self) -> Event:
         event = torch.cuda.Event()
