@@ -68,15 +68,14 @@ def _asked(config: TraceConfig, path: str, request_id: str | None) -> Any:
 
 def table(requests: Iterable[Json]) -> Iterator[str]:
     """Yield a line of column heads and a line for each request of GET /admin/requests."""
-    rows = [("id", "state", "path", "prompt", "output", "first token", "total", "retries")]
-    for each in requests:
-        again = each["retries"] + each["migrations"]
-        rows.append(
-            (
-                each["id"], each["state"], each["path"] or "-", str(each["prompt_tokens"]), str(each["output_tokens"]),
-                _ms(each["ttft_ms"]), _ms(each["total_ms"]), str(again) if again else "",
-            )
-        )  # fmt: skip
+    rows = [("id", "state", "path", "prompt", "output", "first token", "total", "")]
+    rows += [
+        (
+            each["id"], each["state"], each["path"] or "-", str(each["prompt_tokens"]), str(each["output_tokens"]),
+            _ms(each["ttft_ms"]), _ms(each["total_ms"]), ", ".join(_again(each)),
+        )
+        for each in requests
+    ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -135,11 +134,16 @@ def _head(request: Json) -> Iterator[str]:
             f"between tokens mean {_ms(between['mean'])}, p99 {_ms(between['p99'])}, longest {_ms(between['max'])}"
         )
     yield "; ".join(parts)
+    yield from _again(request)
+    if request["error"]:
+        yield f"error: {request['error']}"
+
+
+def _again(request: Json) -> Iterator[str]:
+    """Yield how often a request was retried, and how often it moved to another worker, if it was."""
     for name, one, many in (("retries", "retry", "retries"), ("migrations", "migration", "migrations")):
         if request[name]:
             yield f"{request[name]} {one if request[name] == 1 else many}"
-    if request["error"]:
-        yield f"error: {request['error']}"
 
 
 def _rows(spans: Sequence[Json], signs: Signs) -> Iterator[_Row]:
