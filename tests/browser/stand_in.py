@@ -121,7 +121,8 @@ class StandIn:
     async def one(self, request: web.Request) -> web.StreamResponse:
         if refused := self.refusal(request, admin=True):
             return refused
-        found = self.requests.get(request.match_info["id"])
+        name = request.match_info["id"]
+        found = next((each for each in self.requests.values() if name in (each["id"], each["request_id"])), None)
         return web.json_response(found) if found else _error(404, "There is no such request.", "not_found")
 
     async def rows(self, request: web.Request) -> web.StreamResponse:

@@ -417,7 +417,30 @@ async def test_the_list_and_the_details_by_keyboard(stand_in: StandIn) -> None:
         await page.fill("#request-search", "decode-0")
         await expect(rows).to_have_count(4)
         await page.fill("#request-search", "decode-7")
+        await expect(page.locator(".empty")).to_contain_text("No request fits.")
+        await page.select_option(".tools select >> nth=0", "failed")
         await expect(page.locator(".empty")).to_have_text("No request fits the filter.")
+
+
+async def test_a_request_that_was_not_sent_is_found_by_its_id(stand_in: StandIn) -> None:
+    """Of many requests per second only some are sent to a page, but all recent ones can be asked for."""
+    stand_in.requests = {"chatcmpl-1": request_of("chatcmpl-1", *PLAIN)}
+    async with open_page(stand_in.url, "requests", expected="status of 404") as page:
+        await expect(page.locator("tbody tr")).to_have_count(1)
+        stand_in.requests |= {f"chatcmpl-{n}": request_of(f"chatcmpl-{n}", *PLAIN) for n in (2, 3)}
+        for id, name in (("chatcmpl-2", "chatcmpl-2"), ("chatcmpl-3", "req-chatcmpl-3")):
+            await page.fill("#request-search", name)
+            await expect(page.locator(".empty")).to_contain_text("Enter asks the coordinator")
+            await page.press("#request-search", "Enter")
+            await expect(page.locator("#details-title")).to_have_text(id)
+            await expect(page.locator("tbody tr")).to_have_count(1)
+            await expect(page.locator(".lane")).to_have_count(6)
+        await page.fill("#request-search", "nothing")
+        await page.press("#request-search", "Enter")
+        await expect(page.locator(".list > .problem")).to_contain_text("does not know the request nothing")
+        stand_in.requests["nothing"] = request_of("nothing", *PLAIN)
+        await page.press("#request-search", "Enter")
+        await expect(page.locator("#details-title")).to_have_text("nothing")
 
 
 async def test_the_waterfall_of_a_migrated_request(stand_in: StandIn) -> None:

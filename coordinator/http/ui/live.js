@@ -61,6 +61,13 @@ export class Live extends EventTarget {
     this._ask();
   }
 
+  /** Ask for a request again, also if it was not known before. `id`: of its answer, or its x-request-id. */
+  ask(id) {
+    this._asked.delete(id);
+    this.unknown.delete(id);
+    this.want(id);
+  }
+
   _onVisibility() {
     clearTimeout(this._hiding);
     if (document.hidden) {

@@ -75,7 +75,7 @@ export class RequestsView {
     this.frozen = null;
     this.drawing = false;
     this.notice = h("div");
-    this.search = h("input", { type: "search", id: "request-search", placeholder: "Id, worker, endpoint", "aria-label": "Find requests by id, worker, endpoint or trace id", spellcheck: "false", oninput: () => this.draw() });
+    this.search = h("input", { type: "search", id: "request-search", placeholder: "Id, worker, endpoint", "aria-label": "Find requests by id, worker, endpoint or trace id", spellcheck: "false", oninput: () => this.draw(), onkeydown: (event) => event.key === "Enter" && this._find() });
     this.filter = h("select", { "aria-label": "Which requests", onchange: () => this.draw() }, FILTERS.map(([value, label]) => h("option", { value }, label)));
     this.scale = h("select", { "aria-label": "Scale of the waterfalls", onchange: () => this.draw() }, h("option", { value: "own" }, "Each to its own scale"), h("option", { value: "same" }, "All to one scale"));
     this.pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this._pause() }, "Pause");
@@ -162,8 +162,9 @@ export class RequestsView {
     if (!this.rows.has(this.focused) && shown.length) this.focusOn(shown[0].id);
     const running = all.filter((each) => !isOver(each)).length;
     setText(this.summary, `${count(found.length)} of ${count(all.length)} kept${running ? `, ${count(running)} running` : ""}${this.frozen ? ", paused" : ""}`);
-    setText(this.empty, shown.length ? "" : all.length ? "No request fits the filter." : "No request yet. Send one in the chat, and it appears here.");
-    const chosen = this.selected ? (all.find(({ id }) => id === this.selected) ?? live.requests.get(this.selected)) : null;
+    this.found = shown;
+    setText(this.empty, shown.length ? "" : words && this.filter.value === "all" ? "No request fits. Enter asks the coordinator for the one with this id." : all.length ? "No request fits the filter." : "No request yet. Send one in the chat, and it appears here.");
+    const chosen = this.selected ? (all.find((each) => isNamed(each, this.selected)) ?? [...live.requests.values()].find((each) => isNamed(each, this.selected))) : null;
     this.details.update(chosen ?? null, nowS);
     setAttribute(this.body, "data-open", chosen ? "" : null);
     if (chosen && this.scrolled !== chosen.id && this.rows.has(chosen.id)) this.rows.get(chosen.id).node.scrollIntoView({ block: "nearest" });
@@ -171,6 +172,16 @@ export class RequestsView {
     if (this.selected && !chosen?.spans) live.want(this.selected);
     const unknown = this.selected !== null && !chosen && live.unknown.has(this.selected);
     setText(this.problem, unknown ? `The coordinator does not know the request ${this.selected}: it keeps those that run and the last ones that ended.` : "");
+  }
+
+  /** Open the only request that fits the search; without one, ask for that with this id: of many requests per second the
+   * page is sent only some. */
+  _find() {
+    const id = this.search.value.trim();
+    if (!id || this.found?.length > 1) return;
+    if (!this.found?.length) live.ask(id);
+    this.open(this.found?.[0]?.id ?? id);
+    this.search.focus();
   }
 
   _row(request) {
@@ -222,6 +233,11 @@ export class RequestsView {
     }
     event.preventDefault();
   }
+}
+
+/** Whether `id` is that of the request's answer, or its x-request-id. */
+function isNamed(request, id) {
+  return request.id === id || request.request_id === id;
 }
 
 function textOf(request) {
