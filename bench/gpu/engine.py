@@ -26,13 +26,13 @@ PROMPT = 4096
 BUDGET, SEQUENCES = 8192, 256
 
 
-def load(setting: Setting, shape: LlamaShape, *, sequences: int, tokens: int) -> Any:
+def load(setting: Setting, shape: LlamaShape, *, sequences: int, tokens: int, decodes: bool = True) -> Any:
     """Return an engine of ``shape`` with room for ``tokens`` tokens of KV, filled with random values: a GPU reads zeros
-    with less power, therefore faster."""
+    with less power, therefore faster. Only one that ``decodes`` captures graphs, which takes long."""
     checkpoint = open_checkpoint(str(make(shape, setting.folder, torch.device(setting.device))))
     engine = load_engine(
         checkpoint, machine=choose(setting.device)[0], num_kv_blocks=-(-tokens // 16) + sequences,
-        max_batched_tokens=_scaled(setting, BUDGET), max_num_seqs=sequences, batch_hint=sequences,
+        max_batched_tokens=_scaled(setting, BUDGET), max_num_seqs=sequences, batch_hint=sequences, decodes=decodes,
     )  # fmt: skip
     engine.warm_up()
     for layer in range(len(engine.layout.layers)):
@@ -94,7 +94,7 @@ def prefill(setting: Setting) -> list[Row]:
     """G4: one prompt in one step."""
     device, shape = torch.device(setting.device), setting.large
     tokens = min(_scaled(setting, PROMPT), _scaled(setting, BUDGET))
-    engine = load(setting, shape, sequences=1, tokens=tokens)
+    engine = load(setting, shape, sequences=1, tokens=tokens, decodes=False)
     prompt = uniform(engine.layout.block_size, 1, 0, tokens)
     seconds = statistics.median(seconds_per_call(lambda: engine.step(prompt), device))
     engine.close()

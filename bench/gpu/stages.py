@@ -60,19 +60,20 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("ceilings", "bandwidth, matrix products, link to the host", "bench.gpu.card:ceilings", 60),
+        Stage("ceilings", "bandwidth, matrix products, link to the host", "bench.gpu.card:ceilings", 90),
         Stage("kernels", "every kernel against the oracle", "bench.gpu.kernels:correct", 150),
-        Stage("attention", "G3: paged decode attention alone", "bench.gpu.kernels:g3", 60),
-        Stage("decode", "G1, G2: decode steps of an 8B model", "bench.gpu.engine:decode", 150),
-        Stage("prefill", "G4: prefill of 4,096 tokens", "bench.gpu.engine:prefill", 90),
-        Stage("gaps", "G6: time between decode steps in a worker's loop", "bench.gpu.engine:gaps", 90),
-        Stage("batch", "G5: 256 requests on a 0.6B model", "bench.gpu.engine:batch", 90),
-        Stage("handoff", "G7: KV between two processes by CUDA IPC", "bench.gpu.handoff:direct", 60),
-        Stage("pinned", "G8: KV between two processes through host memory", "bench.gpu.handoff:pinned", 60),
+        Stage("attention", "G3: paged decode attention alone", "bench.gpu.kernels:g3", 120),
+        Stage("decode", "G1, G2: decode steps of an 8B model", "bench.gpu.engine:decode", 210),
+        Stage("prefill", "G4: prefill of 4,096 tokens", "bench.gpu.engine:prefill", 120),
+        Stage("gaps", "G6: time between decode steps in a worker's loop", "bench.gpu.engine:gaps", 120),
+        Stage("batch", "G5: 256 requests on a 0.6B model", "bench.gpu.engine:batch", 120),
+        Stage("handoff", "G7: KV between two processes by CUDA IPC", "bench.gpu.handoff:direct", 90),
+        Stage("pinned", "G8: KV between two processes through host memory", "bench.gpu.handoff:pinned", 90),
         Stage("pair", "1P1D in two processes gives the tokens of one", "bench.gpu.pair:compare", 240),
     )
 }
-"""In the order in which they run: what matters most, and what others need, comes first."""
+"""In the order in which they run: what matters most, and what others need, comes first. Each should take at most half of
+its limit, and all together less than ten minutes."""
 
 
 @dataclass
