@@ -72,8 +72,8 @@ STAGES = {
         Stage("pair", "1P1D in two processes gives the tokens of one", "bench.gpu.pair:compare", 240),
     )
 }
-"""In the order in which they run: what matters most, and what others need, comes first. Each should take at most half of
-its limit, and all together less than ten minutes."""
+"""In the order in which they run: what matters most, and what others need, comes first. Each should take half of its
+limit at most, and all together less than ten minutes."""
 
 
 @dataclass
