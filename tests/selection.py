@@ -55,6 +55,7 @@ NOT_FAST_MODULES = frozenset(
             "unit/common/engine/test_device_steps",
             "unit/common/engine/test_gpu_loading",
             "unit/common/engine/test_gpu_roles",
+            "unit/common/engine/test_graph_calls",
             "unit/common/engine/test_pool",
             "unit/common/engine/test_rank_gpus",
             "unit/common/engine/test_rank_graphs",
