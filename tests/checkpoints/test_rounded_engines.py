@@ -30,6 +30,8 @@ from tests.models import VOCAB, make_model
 OPTIONS: Any = {"dtype": "float32", "num_kv_blocks": 8, "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
 IDS = [(7 + 13 * at * at) % VOCAB for at in range(60)]
 KINDS = ("llama", "llama-untied", "gemma2", "gemma3", "qwen3-moe", "gpt-oss", "gpt2", "phi3")
+ROUNDINGS = (("int8", 0.06), ("int4", 0.5))
+"""Kinds of rounding, with the largest deviation of the logits."""
 
 
 @pytest.fixture
@@ -58,8 +60,14 @@ def all_logits(engine: ModelEngine, ids: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.06), ("int4", 0.5)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "quantization", "most"),
+    [
+        pytest.param(kind, *rounding, marks=() if (number + at) % 2 == 0 or kind == "llama" else pytest.mark.whole)
+        for number, kind in enumerate(KINDS)
+        for at, rounding in enumerate(ROUNDINGS)
+    ],
+)
 def test_rounded_models_are_near_the_whole_one(
     kind: str, quantization: str, most: float, engine_of: Callable[..., ModelEngine]
 ) -> None:
@@ -113,7 +121,7 @@ def test_what_a_quantized_checkpoint_leaves_whole_is_rounded(
     assert any("21 in GPTQ 4-bit, 1 in int8 in groups of 64" in note for note in engine.notes), "the output layer"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.whole), "int4"])
 def test_integer_products_agree_with_exact_ones_on_real_text(quantization: Quantization) -> None:
     """98 % of the built-in model's most likely tokens are the same; perplexity changes by at most 0.5 %."""
     model = open_checkpoint(str(builtin.path()))
