@@ -177,9 +177,10 @@ class ChildProcess:
                 ours, theirs = socket.socketpair()
                 stack.enter_context(theirs)
                 workers = self._launcher.serving()
-            self._process, reports = await (self._start or process.start)(
+            spec = process.ChildSpec(
                 self.label, self.config, environment, theirs, workers, self._lending, self._at_once, self._keys
             )
+            self._process, reports = await (self._start or process.start)(spec)
         if self._leaving.is_set():  # asked to leave while the process was being started
             self._process.kill()
         self._pin()

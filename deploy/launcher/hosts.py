@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from common.checkpoint.files import open_checkpoint
-from common.config.coordinator import CoordinatorConfig
 from common.config.up import UpConfig
-from common.config.worker import WorkerConfig
 from common.core.errors import StartError
-from common.core.ids import WorkerName
-from common.net.keys import ClusterKeys
 from common.net.messages import Role
-from common.platform.core_lease import Lending
 from common.platform.gpu import Gpu
 from deploy.launcher import cores, fleet
 from deploy.launcher.fleet import PlannedWorker
 from deploy.launcher.gpus import Place, deal_ranks
 from deploy.launcher.preflight import check_memory
+from deploy.launcher.process import ChildSpec
 
 
 class Running(Protocol):
@@ -48,22 +43,8 @@ class Running(Protocol):
         """Wait until it has ended and return the exit code."""
 
 
-class Start(Protocol):
-    """Starts a process as :func:`deploy.launcher.process.start` does."""
-
-    async def __call__(
-        self,
-        label: str,
-        config: WorkerConfig | CoordinatorConfig,
-        environment: Mapping[str, str],
-        ipc_socket: socket.socket | None = None,
-        workers: Mapping[WorkerName, int] | None = None,
-        lending: Lending | None = None,
-        at_once: bool = False,
-        keys: ClusterKeys | None = None,
-        /,
-    ) -> tuple[Running, asyncio.StreamReader]:
-        """Return the process and the reading end of its status pipe."""
+Start = Callable[[ChildSpec], Awaitable[tuple[Running, asyncio.StreamReader]]]
+"""Starts a process as :func:`deploy.launcher.process.start` does; returns it and the reading end of its status pipe."""
 
 
 class Hosts(Protocol):

@@ -51,34 +51,32 @@ class ChildLaunch(msgspec.Struct, frozen=True):
     keys: ClusterKeys | None = None
 
 
-async def start(
-    label: str,
-    config: WorkerConfig | CoordinatorConfig,
-    environment: Mapping[str, str],
-    ipc_socket: socket.socket | None = None,
-    workers: Mapping[WorkerName, int] | None = None,
-    lending: Lending | None = None,
-    at_once: bool = False,
-    keys: ClusterKeys | None = None,
-) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+@dataclasses.dataclass(frozen=True)
+class ChildSpec:
+    """A child process to start. ``environment``: variables to add. ``ipc_socket``: the child's end of a socket pair for
+    :mod:`deploy.launcher.ipc`. The other fields are those of :class:`ChildLaunch`."""
+
+    label: str
+    config: WorkerConfig | CoordinatorConfig
+    environment: Mapping[str, str]
+    ipc_socket: socket.socket | None = None
+    workers: Mapping[WorkerName, int] | None = None
+    lending: Lending | None = None
+    at_once: bool = False
+    keys: ClusterKeys | None = dataclasses.field(default=None, repr=False)
+
+    def message(self) -> bytes:
+        """Return what the child reads from standard input. It contains secrets."""
+        kind = "worker" if isinstance(self.config, WorkerConfig) else "coordinator"
+        config, workers = dataclasses.asdict(self.config), dict(self.workers or {})
+        return msgspec.json.encode(ChildLaunch(kind, config, workers, self.lending, self.at_once, self.keys))
+
+
+async def start(child: ChildSpec) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Start a child process and return it with the reading end of its status pipe. Its output is a pipe, with stderr
-    merged into stdout. ``environment``: variables to add. ``ipc_socket``: the child's end of a socket pair for
-    :mod:`deploy.launcher.ipc`. The other arguments are fields of :class:`ChildLaunch`."""
-    message = launch_message(config, workers, lending, at_once, keys)
-    return await spawn(label, message, {**os.environ, **environment}, ipc_socket, lending)
-
-
-def launch_message(
-    config: WorkerConfig | CoordinatorConfig,
-    workers: Mapping[WorkerName, int] | None = None,
-    lending: Lending | None = None,
-    at_once: bool = False,
-    keys: ClusterKeys | None = None,
-) -> bytes:
-    """Return what a child reads from standard input. It contains secrets."""
-    kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
-    launch = ChildLaunch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
-    return msgspec.json.encode(launch)
+    merged into stdout."""
+    environment = {**os.environ, **child.environment}
+    return await spawn(child.label, child.message(), environment, child.ipc_socket, child.lending)
 
 
 async def spawn(
@@ -89,8 +87,7 @@ async def spawn(
     lending: Lending | None = None,
     cwd: str | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-    """Start a child process with the :func:`launch_message` ``message`` as :func:`start` does. ``environment``: all its
-    variables."""
+    """Start a child process that reads ``message`` as :func:`start` does. ``environment``: all its variables."""
     reading, writing = os.pipe()
     passed = (writing,) if ipc_socket is None else (writing, ipc_socket.fileno())
     try:

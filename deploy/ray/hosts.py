@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.config.coordinator import CoordinatorConfig
 from common.config.up import UpConfig
 from common.config.worker import WorkerConfig
 from common.core.errors import StartError
-from common.core.ids import WorkerName
 from common.net.hosts import bracketed
-from common.net.keys import ClusterKeys
 from common.net.messages import Role
-from common.platform.core_lease import Lending
 from common.platform.gpu import Gpu
 from deploy.launcher.cores import CoreShare
 from deploy.launcher.fleet import PlannedWorker
 from deploy.launcher.gpus import Place
 from deploy.launcher.hosts import Start
-from deploy.launcher.process import launch_message
+from deploy.launcher.process import ChildSpec
 from deploy.ray import placement
 from deploy.ray.actor import Launch, NodeFacts, version
 from deploy.ray.placement import Group
@@ -93,37 +88,24 @@ class RayHosts:
         """Raise StartError when the cluster is lost."""
         await self._session.watch()
 
-    async def _start(
-        self,
-        label: str,
-        config: WorkerConfig | CoordinatorConfig,
-        environment: Mapping[str, str],
-        ipc_socket: socket.socket | None = None,
-        workers: Mapping[WorkerName, int] | None = None,
-        lending: Lending | None = None,
-        at_once: bool = False,
-        keys: ClusterKeys | None = None,
-        /,
-    ) -> tuple[RemoteProcess, asyncio.StreamReader]:
+    async def _start(self, child: ChildSpec) -> tuple[RemoteProcess, asyncio.StreamReader]:
         """Start a process in an actor. Returns at once; a lack of room for it is reported like a failed start."""
-        if isinstance(config, CoordinatorConfig):
-            message = launch_message(config, workers, None, False, keys)
+        label, config = child.label, child.config
+        child = replace(child, lending=None, at_once=False)  # Ray shares the cores
 
-            async def place() -> tuple[Actor, Launch]:
-                passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-                launch = bounded(Launch(message, {**passed, **environment}, os.getcwd(), ipc_socket is not None))
-                if label not in self._groups:
-                    self._groups[label] = (self._session.coordinator_group(label), None)
-                return (await self._actor(label))[0], launch
-        else:
-            worker = config
-
-            async def place() -> tuple[Actor, Launch]:
+        async def place() -> tuple[Actor, Launch]:
+            if isinstance(config, WorkerConfig):
                 actor, node = await self._placed(label)
-                own = self._on(node, worker)
-                return actor, bounded(Launch(launch_message(own, keys=keys), dict(environment)))
+                own = replace(child, config=self._on(node, config))
+                return actor, bounded(Launch(own.message(), dict(child.environment)))
+            passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+            environment = {**passed, **child.environment}
+            launch = bounded(Launch(child.message(), environment, os.getcwd(), child.ipc_socket is not None))
+            if label not in self._groups:
+                self._groups[label] = (self._session.coordinator_group(label), None)
+            return (await self._actor(label))[0], launch
 
-        process = RemoteProcess(label, place, ipc_socket)
+        process = RemoteProcess(label, place, child.ipc_socket)
         return process, process.reports
 
     async def _placed(self, label: str) -> tuple[Actor, NodeFacts]:

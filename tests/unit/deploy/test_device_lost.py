@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,9 +110,7 @@ async def test_the_launcher_says_it_and_starts_another(monkeypatch: pytest.Monke
     facts: asyncio.Queue[str] = asyncio.Queue()
     started: asyncio.Queue[int] = asyncio.Queue()
 
-    async def start(
-        label: str, config: object, environment: Mapping[str, str], *passed: Any
-    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    async def start(spec: process.ChildSpec) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         lost = f"raise SystemExit({worker.DEVICE_LOST})"
         child = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", lost, stdout=asyncio.subprocess.PIPE)
         reports = asyncio.StreamReader()

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 
@@ -94,9 +94,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     """Ids of the processes that a ChildProcess starts: ready at once, they do nothing and end at SIGTERM."""
     pids: asyncio.Queue[int] = asyncio.Queue()
 
-    async def start(
-        label: str, config: object, environment: Mapping[str, str], *passed: object
-    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    async def start(spec: process.ChildSpec) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         idle = "import signal; signal.pthread_sigmask(0, [15]); print(flush=True); signal.sigwait([15])"
         child = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", idle, stdout=asyncio.subprocess.PIPE)
         assert child.stdout is not None

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -148,10 +146,8 @@ async def test_a_restarted_worker_gets_the_same_gpu(
 ) -> None:
     seen: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
-    async def start(
-        label: str, config: WorkerConfig, environment: Mapping[str, str], *passed: Any
-    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-        seen.put_nowait((config.device, environment["CUDA_VISIBLE_DEVICES"]))
+    async def start(spec: process.ChildSpec) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        seen.put_nowait((spec.config.device, spec.environment["CUDA_VISIBLE_DEVICES"]))
         reports = asyncio.StreamReader()
         reports.feed_data(b'{"ready": {}}\n{"error": {"what": "the GPU has failed", "why": "", "todo": ""}}\n')
         reports.feed_eof()
