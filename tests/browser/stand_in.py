@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from coordinator.http.ui_files import POLICY
 
@@ -205,7 +206,7 @@ def _error(status: int, message: str, code: str) -> web.Response:
 
 
 @contextlib.asynccontextmanager
-async def standing_in(port: int = 0) -> AsyncIterator[StandIn]:
+async def standing_in() -> AsyncIterator[StandIn]:
     """Serve a stand-in on loopback."""
     state = StandIn()
     app = web.Application()
@@ -220,13 +221,9 @@ async def standing_in(port: int = 0) -> AsyncIterator[StandIn]:
     app.router.add_post("/admin/drain", state.act)
     app.router.add_post("/admin/scale", state.act)
     app.router.add_post("/admin/links", state.measure)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    state.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield state
-    finally:
-        state.break_off()
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        state.url = f"http://127.0.0.1:{server.port}"
+        try:
+            yield state
+        finally:
+            state.break_off()

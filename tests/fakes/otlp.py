@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from multidict import CIMultiDictProxy
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -75,7 +75,7 @@ def spans_in(body: bytes) -> list[ReceivedSpan]:
 class OtlpReceiver:
     """What has been received at ``url``, which has no path. ``answer`` makes the response to a request with traces."""
 
-    url: str
+    url: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     """The data points of each metric as they came last."""
@@ -126,15 +126,10 @@ class OtlpReceiver:
 @contextlib.asynccontextmanager
 async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
     """Run a receiver on loopback."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    receiver = OtlpReceiver(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    receiver = OtlpReceiver()
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/traces", receiver.traces)
     app.router.add_post("/v1/metrics", receiver.measurements)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listener).start()
+    async with TestServer(app) as server:
+        receiver.url = f"http://127.0.0.1:{server.port}"
         yield receiver
-    finally:
-        await runner.cleanup()
