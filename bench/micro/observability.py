@@ -49,7 +49,9 @@ from common.net.http_client import HttpClient
 
 PLAIN, ALL = "plain", "all"
 SETTLE_S = 2.0
-"""Time after the last token that is measured too, with every setting: the last traces are sent in it."""
+"""Time after the last token that is measured too: the last traces are sent in it. The time is fixed instead of ending
+with their arrival, since what a coordinator does meanwhile without requests must be the same with every setting; the
+arrival is checked after it."""
 EVENTS, COUNT = "/admin/events", "/count"
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
 """The ``traceparent`` of all requests, without its flags."""

@@ -42,9 +42,9 @@ MOST_FORMER = 4
 
 
 class FormerCoordinator:
-    """A session. ``requests`` are the ids of the requests that the coordinator has placed here, as long as it is
-    connected: finished ones stay, since their tokens may be requested again. ``snapshot`` is what heartbeats to it
-    report. Times in seconds."""
+    """The connection to a coordinator that is leaving. ``requests`` are the ids of the requests that it has placed
+    here, as long as it is connected: finished ones stay, since their tokens may be requested again. ``snapshot`` is
+    what heartbeats to it report. Times in seconds."""
 
     def __init__(
         self,
