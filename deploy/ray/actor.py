@@ -19,7 +19,7 @@ from importlib import metadata
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from common.net.messages import PROTOCOL
-from deploy.launcher import process
+from deploy.launcher import process, status
 
 MAX_LINES = 1000
 """Maximum number of log lines that wait for the launcher. Older ones are dropped; Ray's log file of the actor has
@@ -136,9 +136,18 @@ class ProcessHost:
 
     async def _lines(self, kind: Literal["log", "status"], pipe: asyncio.StreamReader) -> None:
         async for line in pipe:
-            if kind == "log":
-                print(line.decode(errors="replace").rstrip(), flush=True)  # into Ray's log file of this actor
+            shown = line.decode(errors="replace").rstrip() if kind == "log" else self._end_of_start(line)
+            if shown:
+                print(shown, flush=True)  # into Ray's log file of this actor
             self._add(kind, line)
+
+    def _end_of_start(self, line: bytes) -> str:
+        """Return how a status report says that the start has ended; "" for others."""
+        if (report := status.read(line)) is None:
+            return ""
+        if report.error is not None:
+            return f"{self._label} cannot serve: {report.error.error()}"
+        return f"{self._label} is ready" if report.ready is not None else ""
 
     async def _bytes(self, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(_PART):

@@ -137,8 +137,7 @@ class RayHosts:
         if handle is None:
             handle = self._session.group(group)
             self._groups |= dict.fromkeys(group.labels, (group, handle))
-        index = group.labels.index(label)
-        return await self._session.actor_in(handle, index, label, group.bundles[index], patience_s)
+        return await self._session.actor_in(handle, group, label, patience_s)
 
     def _on(self, node: NodeFacts, config: WorkerConfig) -> WorkerConfig:
         """Return ``config`` for a worker on ``node``: the address at which it listens, its device, and the number of

@@ -35,23 +35,25 @@ def needed(bundle: Bundle) -> str:
     return amounts + "".join(f", {label}={value}" for label, value in bundle.labels.items())
 
 
-def no_room(label: str, bundle: Bundle, waited_s: float) -> StartError:
-    """Return the error for a process that no node has had room for."""
-    why, todo = f"no node has had {needed(bundle)} free", "add nodes, reserve less, or start fewer workers"
-    if NODE_ID in bundle.labels:
-        why = f"this machine's node, on which it must run, has not had {needed(bundle._replace(labels={}))} free"
-        todo = "end what uses it, or run tandem up on another node"
-    return StartError(
-        f"the Ray cluster has no room for {label}", f"{why} for {waited_s:g} s", f"see ray status; {todo}"
-    )
-
-
 @dataclass(frozen=True)
 class Group:
     """A placement group: processes and their bundles, in the same order. Ray puts them on one node if one has room."""
 
     labels: tuple[str, ...]
     bundles: tuple[Bundle, ...]
+
+
+def no_room(group: Group, waited_s: float) -> StartError:
+    """Return the error for a group that Ray has not placed, which it does with all of its bundles or with none."""
+    if NODE_ID in group.bundles[0].labels:
+        wanted = [needed(group.bundles[0]._replace(labels={}))]
+        why = f"this machine's node, on which it must run, has not had {wanted[0]} free"
+        todo = "end what uses it, or run tandem up on another node"
+    else:
+        wanted = [f"{needed(each)} for {label}" for each, label in zip(group.bundles, group.labels, strict=True)]
+        why, todo = f"no nodes have had {' and '.join(wanted)} free", "add nodes, reserve less, or start fewer workers"
+    what = f"the Ray cluster has no room for {' and '.join(group.labels)}"
+    return StartError(what, f"{why} for {waited_s:g} s", f"see ray status; {todo}")
 
 
 def coordinator_group(label: str, node_id: str, resources: Mapping[str, float]) -> Group:

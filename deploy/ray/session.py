@@ -15,7 +15,7 @@ from typing import Any
 from common.core.errors import StartError, reason
 from common.net.hosts import parse_address
 from deploy.ray.actor import Event, Launch, NodeFacts, ProcessActor
-from deploy.ray.placement import Bundle, Group, coordinator_group, needed, no_room
+from deploy.ray.placement import Group, coordinator_group, needed, no_room
 from deploy.ray.remote import ActorGone, ActorUnreachable
 
 _CALLS = 8
@@ -51,12 +51,20 @@ def connected(address: str) -> Iterator[Session]:
         ray.init(address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
-        todo = "ray start --head on one machine and ray start --address on the others, then tandem up on one of them"
-        raise StartError(f"cannot use a Ray cluster {where}", reason(error), todo) from error
+        raise StartError(f"cannot use a Ray cluster {where}", reason(error), _todo(error)) from error
     try:
         yield Session(ray)
     finally:
         ray.shutdown()
+
+
+def _todo(error: Exception) -> str:
+    """Return what to do about an error of the start of Ray in this process."""
+    if "Version mismatch" in str(error):
+        return "install the same versions of Ray and Python on every node"
+    if type(error) is ConnectionError:  # Ray's own: there is something at the address
+        return "give the address of ray start --head; if the cluster has tokens, set RAY_AUTH_MODE and the token here"
+    return "ray start --head on one machine and ray start --address on the others, then tandem up on one of them"
 
 
 class Session:
@@ -107,12 +115,14 @@ class Session:
         self._ray.util.remove_placement_group(handle)
 
     async def actor_in(
-        self, group: Any, index: int, label: str, bundle: Bundle, patience_s: float | None
+        self, handle: Any, group: Group, label: str, patience_s: float | None
     ) -> tuple[RayActor, NodeFacts]:
-        """Return a new actor in the bundle ``index`` of a placement group, and its node. Raises StartError if there is
-        no room within ``patience_s`` seconds; None waits without limit."""
+        """Return a new actor for ``label`` in its placement group, and its node. Raises StartError if there is no room
+        within ``patience_s`` seconds; None waits without limit."""
+        index = group.labels.index(label)
+        bundle = group.bundles[index]
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=index
+            placement_group=handle, placement_group_bundle_index=index
         )
         options = self._class.options(
             num_cpus=bundle.cpus,
@@ -129,7 +139,7 @@ class Session:
                 return actor, NodeFacts(*await actor.node())
         except TimeoutError:
             actor.end()
-            raise no_room(label, bundle, patience_s or 0.0) from None
+            raise no_room(group, patience_s or 0.0) from None
         except BaseException:
             actor.end()
             raise

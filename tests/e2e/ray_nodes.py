@@ -9,6 +9,7 @@ that Ray's autoscaler may add.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 STORE_BYTES = 100 << 20
 
@@ -32,6 +35,7 @@ class Nodes:
 
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes = [self.cluster.head_node]
+        self._autoscaler = psutil.Process(self.cluster.head_node.all_processes["monitor"][0].process.pid)
 
     def add(self, **arguments: Any) -> int:
         """Add a node; return the process id of its raylet."""
@@ -41,6 +45,13 @@ class Nodes:
     def kill(self, number: int) -> None:
         """Kill all processes of a node."""
         self.cluster.remove_node(self._nodes[number], allow_graceful=False)
+
+    def end(self) -> None:
+        """End the cluster, with the nodes that its autoscaler has started and would leave behind."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in self._autoscaler.children(recursive=True):
+                process.kill()
+        self.cluster.shutdown()
 
     def nodes(self) -> int:
         """Return the number of nodes."""
@@ -102,7 +113,7 @@ def main() -> None:
                 method, arguments, named = json.loads(line)
                 print(json.dumps(getattr(nodes, method)(*arguments, **named)), flush=True)
         finally:
-            nodes.cluster.shutdown()
+            nodes.end()
 
 
 if __name__ == "__main__":

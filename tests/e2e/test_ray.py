@@ -106,6 +106,8 @@ def test_the_autoscaler_adds_nodes_for_the_start_and_for_more_workers(tmp_path: 
             assert nodes.do("nodes") == 3
             assert len(system.pids()) == 4 and system.answers()
             system.interrupt()
+        started = [each.pid for each in psutil.Process(nodes.process.pid).children(recursive=True)]
+    until(gone(started), "the processes of added nodes have ended")
 
 
 # -- where workers run, what Ray keeps of them ------------------------------------------------------------------------
@@ -163,4 +165,4 @@ def test_labels_and_resources_choose_nodes_and_ray_has_logs_but_no_keys(tmp_path
         for name in ("coordinator", "prefill-0", "decode-0"):
             mark = f":actor_name:tandem {name}\n".encode()
             (lines,) = (text for file, text in logs.items() if file.endswith(".out") and mark in text)
-            assert f" {name}: draining".encode() in lines
+            assert f"\n{name} is ready\n".encode() in lines and f" {name}: draining".encode() in lines

@@ -10,7 +10,7 @@ from common.core.errors import StartError
 from common.net.messages import Role
 from deploy.cli import main as cli
 from deploy.ray import placement
-from deploy.ray.placement import Bundle
+from deploy.ray.placement import Bundle, Group
 
 
 def names(prefill: int, decode: int) -> list[tuple[str, Role]]:
@@ -65,10 +65,12 @@ def test_the_coordinator_reserves_a_cpu_of_its_node_if_there_is_any() -> None:
 
 
 def test_a_lack_of_room_is_told_with_what_would_help() -> None:
-    error = placement.no_room("decode-0", Bundle(2, 0, {"disk": 1.0}, {"zone": "a"}), 5.0)
-    assert error.why == "no node has had CPU 2, disk 1, zone=a free for 5 s"
+    pair = Group(("prefill-0", "decode-0"), (Bundle(1, 0, {}, {}), Bundle(2, 0, {"disk": 1.0}, {"zone": "a"})))
+    error = placement.no_room(pair, 5.0)
+    assert error.what == "the Ray cluster has no room for prefill-0 and decode-0"
+    assert error.why == "no nodes have had CPU 1 for prefill-0 and CPU 2, disk 1, zone=a for decode-0 free for 5 s"
     assert "add nodes" in error.todo
-    error = placement.no_room("coordinator", Bundle(1, 0, {}, {"ray.io/node-id": "id-a"}), 5.0)
+    error = placement.no_room(placement.coordinator_group("coordinator", "id-a", {"CPU": 1}), 5.0)
     assert error.why == "this machine's node, on which it must run, has not had CPU 1 free for 5 s"
     assert "add nodes" not in error.todo
 

@@ -26,7 +26,7 @@ from deploy.ray import actor as actors
 from deploy.ray import placement, remote, session
 from deploy.ray.actor import Event, Launch, NodeFacts, ProcessHost
 from deploy.ray.hosts import MAX_LAUNCH_BYTES, RayHosts, bounded
-from deploy.ray.placement import Bundle, Group
+from deploy.ray.placement import Group
 from deploy.ray.remote import ActorGone, ActorUnreachable, RemoteProcess
 from tests.leaked_keys import new_key
 
@@ -225,6 +225,21 @@ async def test_old_log_lines_are_dropped_and_reports_are_not(monkeypatch: pytest
     assert await waiting == [Event(7, "exit", b"0")]
 
 
+async def test_the_log_of_an_actor_has_output_and_how_the_start_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    host = ProcessHost("decode-0")
+    output, reports = asyncio.StreamReader(), asyncio.StreamReader()
+    output.feed_data(b"a line\n")
+    reports.feed_data(b'{"stage": "loading"}\nnot a report\n{"ready": {}}\n')
+    reports.feed_data(b'{"error": {"what": "the GPU has failed", "why": "it fell off", "todo": "restart"}}\n')
+    for pipe in (output, reports):
+        pipe.feed_eof()
+    await host._lines("log", output)
+    await host._lines("status", reports)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["a line", "decode-0 is ready"]
+    assert shown[2].startswith("decode-0 cannot serve: the GPU has failed") and len(shown) == 3
+
+
 async def test_an_answer_stays_below_the_size_that_ray_stores() -> None:
     host = ProcessHost("decode-0")
     for _ in range(10):
@@ -256,10 +271,10 @@ class OneNode:
         self.removed.append(handle)
 
     async def actor_in(
-        self, group: Group, index: int, label: str, bundle: Bundle, patience_s: float | None
+        self, handle: Group, group: Group, label: str, patience_s: float | None
     ) -> tuple[LocalActor, NodeFacts]:
-        assert group.labels[index] == label
-        self.given.append((group, index, label, bundle, patience_s))
+        assert handle is group and label in group.labels
+        self.given.append((group, label, patience_s))
         self.made[label] = LocalActor(label)
         await asyncio.sleep(0)
         return self.made[label], NodeFacts(self.node_of[label], "10.0.0.7", actors.version())
