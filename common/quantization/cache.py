@@ -74,6 +74,8 @@ def kept(key: str, read: Callable[[], Iterable[Entry]], notes: Callable[[], list
             if file.is_file() and (found := _mapped(file)) is not None:
                 os.utime(file)
                 return found
+            for left in root.glob(f"{_unfinished(file)}*"):  # by a process that was killed: this one has the lock
+                left.unlink(missing_ok=True)
             if need > _room(root):
                 log.warning("%s has too little room for packed weights: each worker has its own", root)
                 return None
@@ -95,7 +97,7 @@ def _code() -> str:
 
 def _write(file: Path, entries: Iterable[Entry], notes: Callable[[], list[str]]) -> None:
     """Write the weights under another name, and rename the file when it is whole."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".new-") as out:
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=_unfinished(file)) as out:
         index = [_append(out.file, entry) for entry in entries]  # type: ignore[arg-type]
         out.flush()
         with mmap.mmap(out.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as pages:
@@ -105,6 +107,11 @@ def _write(file: Path, entries: Iterable[Entry], notes: Callable[[], list[str]])
         os.fsync(out.fileno())  # a crash of the machine must not leave a whole name for half a file
         os.link(out.name, f"{out.name}-whole")
         Path(f"{out.name}-whole").replace(file)
+
+
+def _unfinished(file: Path) -> str:
+    """Return how the names of files begin that are to become ``file``."""
+    return f".new-{file.stem}-"
 
 
 def _hash(pages: mmap.mmap, size: int) -> str:
@@ -152,7 +159,7 @@ def _entry(pages: mmap.mmap, found: dict[str, Any]) -> Entry:
 
 def _room(root: Path) -> int:
     """Return how many bytes a new file may have, once others were removed for it, the least recently used first."""
-    for left in root.glob(".new-*"):  # by a process that was killed
+    for left in root.glob(".new-*"):  # by a process that was killed, of a model that is not served any more
         with contextlib.suppress(OSError):
             if left.stat().st_mtime < time.time() - _ABANDONED_S:
                 left.unlink()

@@ -127,6 +127,19 @@ def test_a_reader_that_fails_leaves_nothing_behind(folder: Path) -> None:
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next(folder: Path) -> None:
+    """Ctrl-C during the first start leaves a file as large as the weights. Those of other models may be in work."""
+    assert kept("key", lambda: entries(weights()), list, 0) is not None
+    (file,) = folder.glob("*.tandem")
+    file.unlink()
+    left, other = folder / f".new-{file.stem}-abc", folder / ".new-other-abc"
+    for each in (left, other):
+        each.write_bytes(bytes(100))
+    assert kept("key", lambda: entries(weights()), list, 0) is not None
+    assert file.is_file() and other.is_file() and not left.exists()
+    assert [*folder.glob(".new-*")] == [other]
+
+
 def test_without_room_nothing_is_written(folder: Path) -> None:
     assert kept("key", lambda: entries(weights()), list, 1 << 60) is None
     assert not [*folder.glob("*.tandem")]
