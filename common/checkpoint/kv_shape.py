@@ -35,4 +35,5 @@ def _layer(config: Mapping[str, Any]) -> LayerLayout | None:
             return None
         return LayerLayout(heads, nope + rope, value)
     dim = config.get("head_dim") or hidden // heads
-    return LayerLayout(1 if config.get("multi_query") else config.get("num_key_value_heads") or heads, dim, dim)
+    keys = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
+    return LayerLayout(keys, dim, dim) if isinstance(dim, int) and isinstance(keys, int) else None  # or per layer

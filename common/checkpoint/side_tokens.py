@@ -24,8 +24,9 @@ def missing(directory: Path, vocab_size: int | None) -> str:
     """Return in words how the added tokens of tokenizer.json are not those of the model: the files beside it have more,
     or the model has no ids for some; "" if they are. Reads its vocabulary only if a special token is not among its
     added tokens. ``vocab_size``: the ids that the model has."""
-    listed = head_value(directory / "tokenizer.json", "added_tokens")
-    own = {token_text(token) for token in listed or ()}
+    found = head_value(directory / "tokenizer.json", "added_tokens")
+    listed = found if isinstance(found, list) else []
+    own = {token_text(token) for token in listed}
     words = [f"without {text}, for which the model has no id" for text in _beyond(listed, vocab_size)[:1]]
     settings = read_json(directory / "tokenizer_config.json") or {}
     declared = {text: index for index, text, _ in _declared(directory, settings, vocab_size)}

@@ -41,7 +41,7 @@ def check_config(subject: str, config: Mapping[str, Any]) -> None:
                 raise _wrong(subject, key, part[key], wanted)
         for keys in _SIZES:
             for key in keys:
-                check_count(subject, key, part.get(key), per_layer=True)
+                check_count(subject, key, part.get(key), per_layer=key != "vocab_size")
         for name in ("rope_parameters", "rope_scaling"):
             for key, value in _numbers(part.get(name)):
                 check_number(subject, f"{name}.{key}", value)
@@ -59,8 +59,10 @@ def _numbers(rope: Any) -> Iterator[tuple[str, Any]]:
 def check_count(subject: str, key: str, value: Any, least: int = 1, *, per_layer: bool = False) -> None:
     """Raise StartError unless ``value`` is None, a whole number of at least ``least``, or, if it may be given
     ``per_layer``, a list of such."""
+    if value is None:
+        return
     for each in value if per_layer and isinstance(value, list) else (value,):
-        if each is not None and (type(each) is not int or not least <= each <= _MOST):
+        if type(each) is not int or not least <= each <= _MOST:
             raise _wrong(subject, key, value, f"a whole number from {least} to {_MOST}")
 
 

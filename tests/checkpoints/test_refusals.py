@@ -15,7 +15,7 @@ from common.checkpoint.files import open_checkpoint
 from common.checkpoint.formats import SAFETENSORS, read_format
 from common.checkpoint.support import architecture_of, refuse_unsupported
 from common.core.errors import StartError
-from tests.checkpoints.makers import write
+from tests.checkpoints.makers import bytes_tokenizer, write
 from tests.e2e.system import tandem
 
 
@@ -206,6 +206,8 @@ def test_a_lone_shard_is_not_whole(tmp_path: Path) -> None:
         ({"rope_scaling": "linear"}, "its rope_scaling is 'linear'"),
         ({"text_config": [1]}, "its text_config is [1]"),
         ({"text_config": {"head_dim": 1.5}}, "its head_dim is 1.5"),
+        ({"head_dim": [None]}, "its head_dim is [None]"),
+        ({"vocab_size": [300]}, "its vocab_size is [300]"),
         ({"model_type": ["llama"]}, "its model_type is ['llama'], not a text"),
         ({"layer_types": 3}, "its layer_types is 3, not a list"),
         ({"model_type": None}, "no model_type"),
@@ -213,6 +215,13 @@ def test_a_lone_shard_is_not_whole(tmp_path: Path) -> None:
 )
 def test_a_size_that_is_none_is_named_with_its_value(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert words in refusal(write(tmp_path, {"config.json": fields}))
+
+
+@pytest.mark.parametrize("added", [7, {"a": 1}])
+def test_a_tokenizer_whose_added_tokens_are_no_list(added: Any, tmp_path: Path) -> None:
+    content = json.loads(bytes_tokenizer("<a>").to_str()) | {"added_tokens": added}
+    files = {"tokenizer.json": content, "added_tokens.json": {"<b>": 257}}
+    assert refusal(write(tmp_path, files))
 
 
 def test_a_header_without_types_is_damaged(tmp_path: Path) -> None:

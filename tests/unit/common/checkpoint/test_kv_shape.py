@@ -34,6 +34,8 @@ EQUAL = (LayerLayout(4, 16, 16),) * 3
         ({"model_type": "jetmoe"}, None),
         ({"num_hidden_layers": None}, None),
         ({"num_attention_heads": None}, None),
+        ({"num_key_value_heads": [2, 2, 4]}, None),
+        ({"head_dim": [16, 16, 32]}, None),
     ],
 )
 def test_shapes(fields: dict[str, Any], expected: tuple[LayerLayout, ...] | None) -> None:
