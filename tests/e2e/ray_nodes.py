@@ -74,7 +74,7 @@ class Nodes:
 
 
 def autoscaled(folder: Path, cpus: int) -> dict[str, Any]:
-    """Return arguments for a head whose autoscaler adds up to three nodes with ``cpus`` CPUs."""
+    """Return arguments for a head whose autoscaler adds up to two nodes with ``cpus`` CPUs."""
     import ray
     from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
@@ -84,14 +84,14 @@ def autoscaled(folder: Path, cpus: int) -> dict[str, Any]:
     address = f"{ray.util.get_node_ip_address()}:{port}"
     types = {
         "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
-        "added": {"resources": {"CPU": cpus}, "node_config": {}, "min_workers": 0, "max_workers": 3},
+        "added": {"resources": {"CPU": cpus}, "node_config": {}, "min_workers": 0, "max_workers": 2},
     }
     provider = {
         "type": "fake_multinode", "gcs_address": address, "use_node_id_as_ip": True, "disable_node_updaters": True,
         "disable_launch_config_check": True,
     }  # fmt: skip
     config = {
-        "cluster_name": "test", "max_workers": 3, "upscaling_speed": 10, "idle_timeout_minutes": 60, "auth": {},
+        "cluster_name": "test", "max_workers": 2, "upscaling_speed": 10, "idle_timeout_minutes": 60, "auth": {},
         "provider": provider, "available_node_types": types,
         "head_node_type": "ray.head.default", "cluster_synced_files": [], "file_mounts": {}, "rsync_exclude": [],
         "file_mounts_sync_continuously": False, "rsync_filter": [], "initialization_commands": [], "setup_commands": [],

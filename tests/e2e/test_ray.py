@@ -101,10 +101,11 @@ def test_the_autoscaler_adds_nodes_for_the_start_and_for_more_workers(tmp_path: 
     with cluster(tmp_path, 1, 2) as nodes:  # the head has room for the coordinator only
         assert nodes.do("nodes") == 1
         with up(nodes.address, tmp_path / "up.log") as system:
-            assert nodes.do("nodes") == 2
+            assert nodes.do("nodes") > 1  # under load Ray may start the next one before it is asked for
             assert system.server.post("/admin/scale", {"prefill": 2, "decode": 2}) == {"prefill": 2, "decode": 2}
             assert nodes.do("nodes") == 3
-            assert len(system.pids()) == 4 and system.answers()
+            workers = system.pids().values()
+            assert len(workers) == 4 and len({raylet_of(pid) for pid in workers}) == 2 and system.answers()
             system.interrupt()
         started = [each.pid for each in psutil.Process(nodes.process.pid).children(recursive=True)]
     until(gone(started), "the processes of added nodes have ended")
