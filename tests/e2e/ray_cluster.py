@@ -115,8 +115,10 @@ class Up:
 
 
 @contextmanager
-def up(address: str, log: Path, *words: str | Path, environment: dict[str, str] | None = None) -> Iterator[Up]:
-    """Run ``tandem up --ray`` until the end of the block, at the latest."""
+def started(
+    address: str, log: Path, *words: str | Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``tandem up --ray``; it runs until the end of the block, at the latest."""
     leaked_keys.watch(log)
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -124,11 +126,18 @@ def up(address: str, log: Path, *words: str | Path, environment: dict[str, str] 
             cwd=ROOT, env={**ENVIRONMENT, **(environment or {})}, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        yield Up(process, log)
+        yield process
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def up(address: str, log: Path, *words: str | Path, environment: dict[str, str] | None = None) -> Iterator[Up]:
+    """As :func:`started`, and wait until it serves."""
+    with started(address, log, *words, environment=environment) as process:
+        yield Up(process, log)
 
 
 def refused(address: str, *words: str, before: str = "") -> str:

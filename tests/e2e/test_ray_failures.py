@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.ray_cluster import MARKS, WAIT_S, Cluster, cluster, gone, refused, until, up
+from tests.e2e.ray_cluster import MARKS, WAIT_S, Cluster, cluster, gone, refused, started, until, up
 
 pytestmark = MARKS
 
@@ -62,6 +63,16 @@ def test_lost_actors_are_replaced_and_a_killed_system_leaves_nothing_to_a_second
             assert second.answers()
             second.interrupt()
         until(lambda: nodes.do("actors") == nodes.do("groups") == 0, "those of the second are gone too")
+
+
+def test_ctrl_c_during_the_start_leaves_nothing(nodes: Cluster, tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    with started(nodes.address, log) as process:
+        until(lambda: "importing" in log.read_text(), "a worker is starting")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    assert "stopping at once" in log.read_text()
+    until(lambda: nodes.do("actors") == nodes.do("groups") == 0, "actors and groups are gone")
 
 
 def test_the_loss_of_the_head_ends_it(nodes: Cluster, tmp_path: Path) -> None:
