@@ -27,7 +27,7 @@ def limit(config: Mapping[str, Any]) -> tuple[int, str]:
     same rules."""
     own = most = made_for(config)
     kind = ""
-    for scaling in _scalings(config):
+    for scaling in scalings(config):
         name, factor = str(scaling.get("rope_type", scaling.get("type", ""))), scaling.get("factor")
         if not isinstance(factor, int | float) or not factor > 1:
             continue
@@ -43,7 +43,7 @@ def limit(config: Mapping[str, Any]) -> tuple[int, str]:
     return most, f"its {kind} scaling reaches {most:,}" if kind else ""
 
 
-def _scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def scalings(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the rotary parameters: one set, or one per type of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         found = config.get(key)

@@ -8,9 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from common.checkpoint.context import scalings
 from common.checkpoint.formats import read_format
 from common.checkpoint.refused_types import REFUSED_TYPES, STATE
 from common.checkpoint.transformers_source import module_of, source
+from common.checkpoint.values import shown
 from common.core.errors import StartError
 
 _SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
@@ -56,10 +58,25 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
         todo = "give --trust-remote-code if you trust this code: it will run on this machine"
     elif not trust_remote_code and not known:
         why = f"{name or 'its architecture'} is not a decoder-only language model in transformers"
+    elif not own_code and (unknown := _unknown_rotation(kind, config)):
+        why, todo = f"its rotary embedding is of the type {unknown}, which transformers lacks", "correct config.json"
     elif not kind and not own_code:  # transformers chooses the configuration's class by it
         why, todo = "its config.json has no model_type", "add it, or download the model again"
     if why:
         raise StartError(f"cannot serve {model}", why, todo)
+
+
+def _unknown_rotation(kind: str, config: Mapping[str, Any]) -> str:
+    """Return the first type of rotary scaling that neither transformers nor its code of ``kind`` names, "" if there is
+    none."""
+    table = re.search(r"\nROPE_INIT_FUNCTIONS\b.*= \{(.*?)\n\}", source("..", "modeling_rope_utils.py"), re.DOTALL)
+    if table is None:
+        return ""
+    name = module_of(kind)
+    own = "".join(source(name, f"{part}_{name}.py") for part in ("configuration", "modeling"))
+    known = {"default", "mrope", *re.findall(r'"(\w+)":', table[1])}
+    types = (each.get("rope_type", each.get("type")) for each in scalings(config.get("text_config") or config))
+    return next((shown(each) for each in types if each and str(each) not in known and f'"{each}"' not in own), "")
 
 
 def causal_models() -> dict[str, tuple[str, ...]] | None:

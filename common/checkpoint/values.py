@@ -45,6 +45,8 @@ def check_config(subject: str, config: Mapping[str, Any]) -> None:
         for name in ("rope_parameters", "rope_scaling"):
             for key, value in _numbers(part.get(name)):
                 check_number(subject, f"{name}.{key}", value)
+                if value is not None and value <= 0:
+                    raise _wrong(subject, f"{name}.{key}", value, "above 0")
 
 
 def _numbers(rope: Any) -> Iterator[tuple[str, Any]]:

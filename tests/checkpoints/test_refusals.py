@@ -204,6 +204,8 @@ def test_a_lone_shard_is_not_whole(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": int("9" * 400)}}, "its rope_scaling.factor is a number"),
         ({"rope_parameters": {"full_attention": {"factor": "2"}}}, "its rope_parameters.full_attention.factor is '2'"),
         ({"rope_scaling": "linear"}, "its rope_scaling is 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.0}}, "its rope_scaling.factor is 0.0, not above 0"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "of the type 'spiral', which transformers lacks"),
         ({"text_config": [1]}, "its text_config is [1]"),
         ({"text_config": {"head_dim": 1.5}}, "its head_dim is 1.5"),
         ({"head_dim": [None]}, "its head_dim is [None]"),
