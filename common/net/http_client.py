@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from common.core.errors import StartError, TandemError, reason
 
 ADMIN_KEY = "the server's admin key (an API key, if it has none)"
-"""What ``/admin`` asks for, in advice to a user."""
+"""The key that ``/admin`` requires, in advice to a user."""
 
 
 class HttpError(TandemError):

@@ -54,7 +54,7 @@ class LinkStats:
     def __init__(self) -> None:
         self._links: dict[Incarnation, dict[Incarnation, Link]] = {}
         self._before: dict[tuple[Incarnation, Incarnation], Link] = {}
-        """Of pairs that are being measured anew, what was measured before."""
+        """The previous measurement of each pair that is being measured anew."""
 
     def trials(self, joined: WorkerHandle, workers: Iterable[WorkerHandle]) -> list[Trial]:
         """Return the first trials of the pairs of ``joined``, which is now ready, with the other ready workers."""

@@ -185,7 +185,7 @@ class Timeline:
     endpoint: str = ""
     stream: bool = False
     grammar_s: float = 0.0
-    """Of the time until it was tokenized, that in which the grammar of its output was compiled."""
+    """Time for compiling the grammar of the output, a part of the time until the prompt was tokenized."""
     arrived_unix_s: float = 0.0
     arrived_at: float = 0.0
     tokenized_at: float = 0.0

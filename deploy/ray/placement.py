@@ -15,8 +15,8 @@ NODE_ID = "ray.io/node-id"
 
 
 class Bundle(NamedTuple):
-    """What one process reserves: ``cpus``, ``gpus``, custom ``resources``, and the ``labels`` that its node must have
-    (label to selector, in Ray's syntax)."""
+    """The reservation of one process: ``cpus``, ``gpus``, custom ``resources``, and the ``labels`` that its node must
+    have (label to selector, in Ray's syntax)."""
 
     cpus: int
     gpus: int

@@ -423,7 +423,7 @@ async def test_the_list_and_the_details_by_keyboard(stand_in: StandIn) -> None:
 
 
 async def test_a_request_that_was_not_sent_is_found_by_its_id(stand_in: StandIn) -> None:
-    """Of many requests per second only some are sent to a page, but all recent ones can be asked for."""
+    """A page receives only some of many requests per second, but can ask for every recent one."""
     stand_in.requests = {"chatcmpl-1": request_of("chatcmpl-1", *PLAIN)}
     async with open_page(stand_in.url, "requests", expected="status of 404") as page:
         await expect(page.locator("tbody tr")).to_have_count(1)

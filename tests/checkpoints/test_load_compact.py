@@ -113,7 +113,7 @@ def test_a_missing_weight_is_an_error(gptq: Pair) -> None:
 
 
 def test_a_weight_of_another_shape_is_named(gptq: Pair) -> None:
-    """Of quantized checkpoints and of others, for which transformers said "look at the above report"."""
+    """The error is the same with and without quantization, where transformers said "look at the above report"."""
     for directory in (gptq.model, gptq.reference):
         tensors = load_file(directory / "model.safetensors")
         name = "model.embed_tokens.weight"

@@ -47,7 +47,7 @@ async def test_workers_as_they_see_themselves(cluster: FakeCluster) -> None:
 
 
 async def test_all_links_are_measured_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pair at a time; a worker that sends no result is not waited for, and two clients share one measurement."""
+    """Pairs are measured one at a time. A worker that sends no result is skipped; two clients share a measurement."""
     monkeypatch.setattr(link_trials, "PATIENCE_S", 0.2)
     async with open_cluster(model, "prefill", "decode", "decode") as cluster:
         silent = await cluster.add("prefill", drop={Measured})
@@ -178,10 +178,10 @@ async def test_chunks_that_a_worker_reports_are_spans(cluster: FakeCluster) -> N
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_the_time_for_a_grammar_is_told_apart(
+async def test_the_time_for_a_grammar_is_a_part_of_its_own(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """It may be most of the time in which a prompt is tokenized."""
+    """Compiling a grammar may take most of the time until the prompt is tokenized."""
     body = {CHAT: HELLO, TEXT: {"prompt": "x"}}[path] | {"max_tokens": 2}
     compile_grammar = cluster.services.model.grammar
 
