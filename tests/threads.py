@@ -12,8 +12,11 @@ from tests.pace import scaled
 
 def running_threads() -> set[int]:
     """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment, and while it ends
-    the kernel may leave out those that were started after it."""
-    return set(map(int, os.listdir("/proc/self/task")))
+    the kernel may leave out those that were started after it: so a list counts if the next one is the same."""
+    before, found = set[str](), set(os.listdir("/proc/self/task"))
+    while found != before:
+        before, found = found, set(os.listdir("/proc/self/task"))
+    return set(map(int, found))
 
 
 def started_by_libzmq(before: set[int], count: int, seconds: float = 5.0) -> set[int]:

@@ -64,13 +64,19 @@ class Terminal:
         return found[-1]
 
     def end(self) -> int:
-        """Wait for the process; check that the terminal is as it was."""
-        code = self.process.wait(scaled(20))
-        while select.select([self.ours], [], [], 0)[0]:
-            self.written += os.read(self.ours, 65536).decode(errors="replace")
+        """Wait for the process, and read what it writes meanwhile: it could not end with a full terminal. Check that
+        the terminal is as it was."""
+        deadline = time.monotonic() + scaled(20)
+        while (code := self.process.poll()) is None or self._has_more(0):
+            assert time.monotonic() < deadline, f"it does not end: {self.written[-3000:]!r}"
+            if self._has_more(0.02):
+                self.written += os.read(self.ours, 65536).decode(errors="replace")
         assert termios.tcgetattr(self.theirs) == self.usual
         assert self.written.rstrip().endswith("\x1b[?25h\x1b[?1049l"), self.written[-200:]
         return code
+
+    def _has_more(self, seconds: float) -> bool:
+        return bool(select.select([self.ours], [], [], seconds)[0])
 
     def close(self) -> None:
         if self.process.poll() is None:
