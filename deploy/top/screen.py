@@ -146,6 +146,7 @@ def _signals(on_resize: Callable[..., None], on_stop: Callable[..., None]) -> It
 
     handlers: dict[signal.Signals, Callable[..., None]] = {
         signal.SIGWINCH: on_resize, signal.SIGTSTP: on_stop, signal.SIGTERM: end, signal.SIGHUP: end,
+        signal.SIGINT: end,  # shells start what is in the background with it ignored
     }  # fmt: skip
     usual = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
