@@ -90,6 +90,13 @@ class TandemProcess:
         """Everything logged so far."""
         return self.log.read_text(errors="replace")
 
+    async def until_logged(self, pattern: str, seconds: float = 30.0) -> None:
+        """Wait until a match of ``pattern`` has been logged: notes on workers may come after their first answers."""
+        deadline = time.monotonic() + scaled(seconds)
+        while not re.search(pattern, self.text):
+            assert time.monotonic() < deadline, f"no {pattern!r} within {seconds} s:\n{self.text}"
+            await asyncio.sleep(0.02)
+
     def look_around(self) -> None:
         """Remember every descendant that exists now."""
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -81,13 +80,6 @@ def other_ranks(worker: int) -> Iterator[psutil.Process]:
             yield child
 
 
-async def until_logged(client: ApiClient, pattern: str, seconds: float) -> None:
-    deadline = time.monotonic() + scaled(seconds)
-    while not re.search(pattern, client.system.process.text):
-        assert time.monotonic() < deadline, f"no {pattern!r} within {seconds} s:\n{client.system.process.text}"
-        await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     ("degrees", "kind"), [("2x1", "qwen3"), pytest.param("2x2", "gemma2", marks=pytest.mark.whole)]
 )
@@ -124,7 +116,9 @@ async def test_the_system_outlives_any_rank(up: Callable[..., Any], oracle: Call
             await begun
             (rank,) = other_ranks(decode)
             rank.send_signal(signal.SIGKILL)
-            await until_logged(client, rf"rank 1 of 2 \(process {rank.pid}\) has died: SIGKILL", NOTICED_S)
+            await client.system.process.until_logged(
+                rf"rank 1 of 2 \(process {rank.pid}\) has died: SIGKILL", NOTICED_S
+            )
             answer = await stream
             assert len(answer.ids) == fields["max_tokens"]
             reference.check(answer.prompt, answer.ids, sampling_of(fields))
@@ -132,7 +126,9 @@ async def test_the_system_outlives_any_rank(up: Callable[..., Any], oracle: Call
             prefill = await pid_of(client, "prefill-0")
             (rank,) = other_ranks(prefill)
             rank.send_signal(signal.SIGSTOP)
-            await until_logged(client, rf"rank 1 of 2 \(process {rank.pid}\) hangs: it has not answered", NOTICED_S)
+            await client.system.process.until_logged(
+                rf"rank 1 of 2 \(process {rank.pid}\) hangs: it has not answered", NOTICED_S
+            )
             psutil.wait_procs([rank], scaled(NOTICED_S))
             assert not rank.is_running()
             await pid_of(client, "prefill-0", other_than=prefill)
@@ -168,13 +164,15 @@ async def test_ranks_on_gpus(
             prefill = await pid_of(client, "prefill-0")
             (rank,) = other_ranks(prefill)
             rank.send_signal(signal.SIGKILL)
-            await until_logged(client, rf"rank 1 of 2 \(process {rank.pid}\) has died: SIGKILL", NOTICED_S)
+            await client.system.process.until_logged(
+                rf"rank 1 of 2 \(process {rank.pid}\) has died: SIGKILL", NOTICED_S
+            )
             prefill = await pid_of(client, "prefill-0", other_than=prefill)
             await check(client, reference, 40)
 
             writing = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # an error if no worker listens
             os.write(writing, f"{uuid_of(1)} 95\n".encode())
             os.close(writing)
-            await until_logged(client, r"worker prefill-0 leaves: GPU 1 \(.*\) reports Xid 95", NOTICED_S)
+            await client.system.process.until_logged(r"worker prefill-0 leaves: GPU 1 \(.*\) reports Xid 95", NOTICED_S)
             await pid_of(client, "prefill-0", other_than=prefill)
             await check(client, reference, 60)
