@@ -86,7 +86,8 @@ class DecodeWorker(Worker):
         self._unstarted: set[TransferId] = set()
         """Transfers for which no step has computed anything here yet."""
         self._computing: set[TransferId] = set()
-        """Transfers whose prompt is being computed here."""
+        """Transfers whose prompt, with the output of an earlier attempt, is being computed here: until the first token
+        of a choice."""
         self._step_at = 0.0
         self._output_history = OutputHistory()
         self.reservations = Reservations(self.cache)
@@ -312,17 +313,14 @@ class DecodeWorker(Worker):
 
     def sampled(self, batch: Batch, samples: list[Sampled], now: float) -> None:
         self.chunks.took(batch, self.step_times.last)
-        for segment in batch.segments if self._computing else ():
-            if segment.sequence.id.transfer in self._computing:
-                record = self._records[segment.sequence.id.transfer]
-                record.chunks.add(self._step_at - record.started_at, now - self._step_at, segment.length)
+        if self._computing:
+            self._note_chunks(batch, now)
         writer = TokenSpanEncoder()
         for sample in samples:
             sequence = sample.sequence
             if sequence.id.transfer in self._computing:
                 self._computing.remove(sequence.id.transfer)
-                if sequence.computed == sequence.prompt_length:
-                    self._time_prompt(sequence, now)
+                self._time_prompt(sequence, now)
             if sequence.end_unsampled() is not FinishReason.RUNNING:
                 self._end_unsampled(sequence, writer)
             elif sequence.siblings:
@@ -371,6 +369,17 @@ class DecodeWorker(Worker):
         self.planner.finish(sequence)
         self._end(sequence.id.transfer)
         self.requests.over(sequence.id.transfer)
+
+    def _note_chunks(self, batch: Batch, now: float) -> None:
+        """Note the step that has ended at ``now`` as a chunk of each prompt that it computed a part of. Choices that
+        are computed again are sequences of their own: the parts of all in one step are one chunk."""
+        tokens: dict[TransferId, int] = {}
+        for segment in batch.segments:
+            if (transfer := segment.sequence.id.transfer) in self._computing:
+                tokens[transfer] = tokens.get(transfer, 0) + segment.length
+        for transfer, count in tokens.items():
+            record = self._records[transfer]
+            record.chunks.add(self._step_at - record.started_at, now - self._step_at, count)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:
         record = self._records[sequence.id.transfer]

@@ -105,8 +105,10 @@ async def test_spans_of_a_prompt_that_is_computed_where_it_is_decoded(
     assert sum(chunk["detail"]["tokens"] for chunk in spans(request, "prefill_chunk")) == 200
 
 
-async def test_a_migrated_request_shows_both_workers_and_the_gap(tmp_path: Path, model: Path) -> None:
-    with RunningSystem.up(tmp_path, model, "--decode", "2", "--local-prefill", "never") as system:
+@pytest.mark.parametrize("local", ["never", pytest.param("always", marks=pytest.mark.whole)])
+async def test_a_migrated_request_shows_both_workers_and_the_gap(local: str, tmp_path: Path, model: Path) -> None:
+    flags = "--decode", "2", "--local-prefill", local, "--max-num-batched-tokens", "64"
+    with RunningSystem.up(tmp_path, model, *flags) as system:
         async with system.client() as client:
             begun: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
             asked = asyncio.create_task(
@@ -128,4 +130,13 @@ async def test_a_migrated_request_shows_both_workers_and_the_gap(tmp_path: Path,
     assert places == [first, other] and [span["worker"] for span in spans(request, "decode")] == places
     inside = {span["name"] for span in request["spans"] if span["parent"] == request["spans"].index(gap)}
     assert inside == {"queue", "place", "prefill"}
+    again, goes_on = spans(request, "prefill")[-1], spans(request, "decode")[-1]
+    assert again["worker"] == (other if local == "always" else "prefill-0")
+    chunks = [span for span in spans(request, "prefill_chunk") if span["attempt"] == again["attempt"]]
+    assert len(chunks) == again["detail"]["chunks"] >= 1
+    assert {(span["worker"], span["parent"]) for span in chunks} == {(again["worker"], request["spans"].index(again))}
+    assert chunks[0]["start_ms"] > gap["start_ms"] and chunks[-1]["end_ms"] == gap["end_ms"]
+    sent_before = 400 - 1 - goes_on["detail"]["tokens"]
+    computed = sum(span["detail"]["tokens"] for span in chunks) + again["detail"]["cached_tokens"]
+    assert computed == 60 + sent_before, "the prompt, and the tokens sent before the loss"
     assert request["itl_ms"]["max"] >= gap["end_ms"] - gap["start_ms"] - WITHIN_MS

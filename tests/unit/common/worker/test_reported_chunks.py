@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
+from common.core.ids import pack_tokens
 from common.net.messages import Abort, Generate, PromptChunk, Timing
-from tests.fakes.oracle import OracleEngine
+from tests.fakes.oracle import OracleEngine, oracle_stream
 from tests.unit.workers import Bench, make_request
 
 
@@ -50,6 +52,27 @@ def test_a_worker_that_computes_prompts_beside_streams_reports_their_steps_only(
     check(computed, 90, len(computed.chunks))
     assert len(computed.chunks) >= 3
     assert not worker._computing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("role", ["decode", "colocated"])
+@pytest.mark.parametrize(("choices", "budget", "steps"), [(1, 32, 5), (2, 512, 1)])
+def test_a_worker_that_goes_on_with_an_answer_reports_its_steps_up_to_the_first_token(
+    bench: Bench, role: str, choices: int, budget: int, steps: int
+) -> None:
+    """The output of the earlier attempt is computed again with the prompt. A step in which several choices are is one
+    chunk."""
+    worker = bench.add(role, OracleEngine(64), max_num_batched_tokens=budget)
+    request = make_request(100, 60, n=choices)
+    streams = [oracle_stream(request.prompt_tokens(), request.sampling.seed, each, 60) for each in range(choices)]
+    moved = msgspec.structs.replace(request, emitted=tuple(pack_tokens(stream[:50]) for stream in streams))
+    for choice in range(choices):
+        bench.streams[moved.id, 1, choice] = moved.emitted_tokens(choice)
+    bench.send(f"{role}-0", Generate(moved, 1))
+    bench.until(lambda: bench.done(moved))
+    bench.check(moved)
+    (computed,) = bench.timings
+    check(computed, 150 * choices, steps)
+    assert computed.values["cached_tokens"] == 0.0 and not worker._computing  # type: ignore[attr-defined]
 
 
 def test_an_aborted_prompt_leaves_nothing(bench: Bench) -> None:
