@@ -3,7 +3,6 @@ waterfall of a migrated request shows where it was."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,13 +77,14 @@ async def test_the_waterfall_of_a_migrated_request_shows_both_workers_and_the_ga
     playwright.expect.set_options(timeout=scaled(10_000))
     with RunningSystem.up(tmp_path, checkpoint("llama"), "--decode", "2") as system:
         async with open_page(system.url) as page:
-            await ask(page, "hello", STREAM)
+            pids = {name: (await worker_of(system, name))["pid"] for name in ("decode-0", "decode-1")}
+            await ask(page, "hello", STREAM.replace("600", "1500"))
             await playwright.expect(page.locator(".turn.assistant[aria-busy=true] .text")).not_to_be_empty()
             first = await decoding(system)
-            psutil.Process((await worker_of(system, first))["pid"]).kill()
+            psutil.Process(pids[first]).kill()
             answer = page.locator(".turn.assistant")
             await playwright.expect(answer).to_have_attribute("aria-busy", "false", timeout=scaled(60_000))
-            await playwright.expect(answer.locator(".facts")).to_contain_text("600 tokens")
+            await playwright.expect(answer.locator(".facts")).to_contain_text("1,500 tokens")
             await answer.locator(".facts a").click()
 
             second = {"decode-0": "decode-1", "decode-1": "decode-0"}[first]
@@ -95,6 +95,9 @@ async def test_the_waterfall_of_a_migrated_request_shows_both_workers_and_the_ga
             await playwright.expect(lanes.nth(1)).to_contain_text(second)
             await playwright.expect(details.locator(".lane[data-span=migration]")).to_contain_text(f"from {first}")
             await playwright.expect(details.locator(".pill")).to_have_text("done")
+            again = details.locator(".lane[data-span=prefill]").nth(1)
+            await again.click()
+            await playwright.expect(details.locator(".span-details")).to_contain_text("chunk 1")
             gap = await details.locator(".gaps i").bounding_box()
             ends = await lanes.nth(0).locator(".track i").last.bounding_box()
             goes_on = await lanes.nth(1).locator(".track i").first.bounding_box()
@@ -105,13 +108,13 @@ async def test_the_waterfall_of_a_migrated_request_shows_both_workers_and_the_ga
 
 
 async def decoding(system: RunningSystem) -> str:
-    """Return the name of the decode worker that has a running sequence."""
-    async with asyncio.timeout(scaled(10)), system.client() as client:
-        while True:
-            for name, worker in (await client.workers()).items():
-                if worker["role"] == "decode" and worker["running"]:
-                    return name
-            await asyncio.sleep(0.02)
+    """Return the name of the decode worker that the only request was placed on."""
+    async with system.client() as client:
+        async with client.session.get("/admin/requests") as response:
+            (request,) = (await response.json())["requests"]
+        async with client.session.get(f"/admin/requests/{request['id']}") as response:
+            spans = (await response.json())["spans"]
+    return next(str(span["detail"]["decode"]) for span in spans if span["name"] == "place")
 
 
 @pytest.mark.whole
