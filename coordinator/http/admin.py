@@ -97,7 +97,8 @@ async def request_spans(request: web.Request) -> web.StreamResponse:
 
     The last 512 requests that have ended are known, and all that have not."""
     name = request.match_info["id"]
-    timeline = request.app[SERVICES].dispatcher.timelines.find(name)
+    dispatcher = request.app[SERVICES].dispatcher
+    timeline = dispatcher.timelines.find(name)
     if timeline is None:
         raise RequestError(
             f"No request {name[:MAX_NAME]!r} is known: only the last {MAX_ENDED} that have ended are remembered.",
@@ -105,7 +106,7 @@ async def request_spans(request: web.Request) -> web.StreamResponse:
             code="not_found",
             param="id",
         )
-    return await deliver_whole(request, json_response(shown(timeline)))
+    return await deliver_whole(request, json_response(shown(timeline, now=dispatcher.gateway.clock())))
 
 
 @routes.get("/admin/events")

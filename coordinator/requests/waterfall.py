@@ -35,8 +35,9 @@ class Span:
     detail: Json = field(default_factory=dict)
 
 
-def shown(timeline: Timeline, *, spans: bool = True) -> Json:
-    """Return a request as JSON, in milliseconds since its arrival; with ``spans``, those too, in order of start."""
+def shown(timeline: Timeline, *, spans: bool = True, now: float | None = None) -> Json:
+    """Return a request as JSON, in milliseconds since its arrival; with ``spans``, those too, in order of start. With
+    the time ``now``, that too, while the request runs."""
     facts = timeline.facts()
     form: Json = {
         "id": timeline.id,
@@ -59,6 +60,8 @@ def shown(timeline: Timeline, *, spans: bool = True) -> Json:
         "total_ms": _since(timeline, facts.finished_at),
         "itl_ms": _intervals(facts),
     }
+    if now is not None and not timeline.over:
+        form["now_ms"] = _since(timeline, now)
     if spans:
         found = spans_of(timeline)
         places = {span: place for place, span in enumerate(found)}

@@ -166,9 +166,11 @@ class RequestSpan(Answer):
 
 
 class TracedRequest(ListedRequest):
-    """A request with the spans in which its time was spent, in order of their starts."""
+    """A request with the spans in which its time was spent, in order of their starts. ``now_ms`` is the time of the
+    answer, while the request runs."""
 
     spans: list[RequestSpan]
+    now_ms: float | UnsetType = UNSET
 
 
 class Requests(Answer):

@@ -97,9 +97,9 @@ def waterfall(request: Json, width: int, signs: Signs = UNICODE) -> Iterator[str
     yield from _head(request)
     rows = list(_rows(request["spans"], signs))
     most_ms = request["total_ms"]
-    if most_ms is None:  # it runs: what is known so far
+    if most_ms is None:  # it runs: until now
         times = (span[key] for span in request["spans"] for key in ("start_ms", "end_ms") if span[key] is not None)
-        most_ms = max(times, default=0.0)
+        most_ms = max([request.get("now_ms") or 0.0, *times])
     most_ms = max(most_ms, 0.001)
     label_width = max((len(row.label) for row in rows), default=0)
     bar_width = max(MIN_BAR, min(MAX_BAR, width - label_width - 26))
@@ -129,6 +129,8 @@ def _head(request: Json) -> Iterator[str]:
         parts.append(f"first token after {_ms(request['ttft_ms'])}")
     if request["total_ms"] is not None:
         parts.append(f"total {_ms(request['total_ms'])}")
+    elif request.get("now_ms") is not None:
+        parts.append(f"running for {_ms(request['now_ms'])}")
     if (between := request["itl_ms"]) is not None:
         parts.append(
             f"between tokens mean {_ms(between['mean'])}, p99 {_ms(between['p99'])}, longest {_ms(between['max'])}"

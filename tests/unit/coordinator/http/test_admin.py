@@ -105,7 +105,9 @@ async def test_a_request_is_shown_while_it_runs(model: Path) -> None:
         _, shown = await cluster.get("/admin/requests/mine")
         assert shown["state"] == "decoding" and shown["total_ms"] is None and shown["finish"] == [None]
         assert shown["spans"][-1]["name"] == "decode" and shown["spans"][-1]["end_ms"] is None
+        assert shown["now_ms"] > shown["spans"][-1]["start_ms"]
         await asked
+        assert "now_ms" not in (await cluster.get("/admin/requests/mine"))[1]
 
 
 async def test_a_migrated_request_shows_both_workers_and_the_gap(model: Path) -> None:

@@ -103,6 +103,10 @@ def test_a_request_that_runs_or_fails() -> None:
     lines = list(waterfall(running, 120))
     assert "decoding" in lines[0] and "total" not in lines[1] and lines[-1].rstrip().endswith("4 tokens")
     assert "+ running" in lines[-1]
+    assert lines[2].endswith(" 25.0 ms"), "an older coordinator does not say what time it is"
+    until_now = list(waterfall(running | {"now_ms": 100.0}, 120, ASCII))
+    assert until_now[1].endswith("running for 100.0 ms") and until_now[2].endswith(" 100.0 ms")
+    assert until_now[-1].split("|")[1] == " " * 15 + "#" * 45
     failed = REQUEST | {
         "state": "failed", "path": None, "error": "No decode worker is ready.", "ttft_ms": None, "itl_ms": None,
         "spans": REQUEST["spans"][:2],
