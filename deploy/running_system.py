@@ -13,17 +13,25 @@ Worker = Mapping[str, Any]
 
 
 class Answers(NamedTuple):
-    """What a running system says about itself: its version, why it is not ready ("" if it is), /admin/workers."""
+    """What a running system says about itself: its version, why it is not ready ("" if it is), /admin/workers.
+    ``expected``: the configured size of each pool by role, 0 or absent where it is not known."""
 
     version: str
     not_ready: str
     workers: Sequence[Worker]
     absent: Sequence[Mapping[str, Any]]
+    model: str = ""
+    expected: Mapping[str, int] = {}
 
     @property
-    def model(self) -> str:
-        """The name of the served model, "" without workers."""
-        return str(self.workers[0].get("model", "")) if self.workers else ""
+    def empty_pools(self) -> list[str]:
+        """The roles of pools without a worker: those that are configured. If none is, prefill and decode, unless
+        requests are served all the same."""
+        present = {worker["role"] for worker in self.workers}
+        wanted = [role for role, size in self.expected.items() if size]
+        if not wanted and self.not_ready and "colocated" not in present:
+            wanted = ["prefill", "decode"]
+        return [role for role in wanted if role not in present]
 
 
 class Pair(NamedTuple):
@@ -70,7 +78,9 @@ def ask(url: str, key: str | None, key_flag: str = "--api-key") -> Answers:
     said = ready.get("error", {}) if isinstance(ready, dict) else {}
     not_ready = "" if ready_code == 200 else str(said.get("message", f"HTTP status {ready_code}"))
     known = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"
-    return Answers(known, not_ready, listed["workers"], listed.get("absent", ()))
+    workers = listed["workers"]
+    model = str(listed.get("model") or (workers[0].get("model", "") if workers else ""))
+    return Answers(known, not_ready, workers, listed.get("absent", ()), model, listed.get("expected", {}))
 
 
 def measure_links(url: str, key: str | None) -> None:

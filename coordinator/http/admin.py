@@ -29,8 +29,12 @@ DEFAULT_REQUESTS, MAX_REQUESTS = 50, 200
 
 @routes.get("/admin/workers")
 async def workers(request: web.Request) -> web.StreamResponse:
-    """List all workers with their state, load, memory, GPUs and measured links, and those that are absent and why."""
-    return await deliver_whole(request, json_response(worker_rows(request.app[SERVICES].dispatcher)))
+    """List all workers with their state, load, memory, GPUs and measured links, and those that are absent and why;
+    the model, and how many workers each pool should have at least (0 if that is not configured)."""
+    services = request.app[SERVICES]
+    rows = worker_rows(services.dispatcher)
+    more: Json = {"model": services.model.name, "expected": services.registry.expected}
+    return await deliver_whole(request, json_response(rows | more))
 
 
 @routes.post("/admin/drain")

@@ -108,11 +108,21 @@ class AbsentWorker(Answer):
     restart_in_s: float | None
 
 
+class PoolSizes(Answer):
+    """Numbers of workers."""
+
+    prefill: int
+    decode: int
+    colocated: int
+
+
 class Workers(Answer):
-    """All workers."""
+    """All workers. ``expected`` is the configured size of each pool, 0 where none is."""
 
     workers: list[Worker]
     absent: list[AbsentWorker]
+    model: str
+    expected: PoolSizes
 
 
 class BetweenTokens(Answer):

@@ -24,7 +24,7 @@ def run(config: StatusConfig) -> int:
     cannot be asked."""
     answers = ask(config.url, config.api_key)
     if config.json:
-        print(json.dumps({"ready": not answers.not_ready, "model": answers.model, **answers._asdict()}))
+        print(json.dumps({"ready": not answers.not_ready, **answers._asdict()}))
     else:
         for line in lines(config.url, answers):
             print(printable(line))
@@ -34,9 +34,13 @@ def run(config: StatusConfig) -> int:
 def lines(url: str, answers: Answers) -> Iterator[str]:
     """Yield the lines of the status."""
     state = f"not ready: {answers.not_ready}" if answers.not_ready else "ready"
-    yield f"tandem {answers.version} at {shown(url)} serves {answers.model or 'nothing'}: {state}"
+    serves = f" serves {answers.model}" if answers.model else ""
+    yield f"tandem {answers.version} at {shown(url)}{serves}: {state}"
     yield ""
-    yield from table(answers.workers)
+    if answers.workers:
+        yield from table(answers.workers)
+    for role in answers.empty_pools:
+        yield f"the {role} pool has no worker"
     yield from gpu_lines(answers.workers)
     yield from link_lines(answers.workers)
     yield from remarks(answers.workers)

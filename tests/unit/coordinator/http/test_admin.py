@@ -36,6 +36,7 @@ async def test_workers_as_they_see_themselves(cluster: FakeCluster) -> None:
     await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
     await until(lambda: cluster.dispatcher.link_stats.of(next(iter(cluster.services.registry))), "the link is measured")
     _, body = await cluster.get("/admin/workers")
+    assert body["model"] == "tiny" and body["expected"] == {"prefill": 0, "decode": 0, "colocated": 0}
     for worker in body["workers"]:
         blocks = worker["kv_blocks"]
         assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256

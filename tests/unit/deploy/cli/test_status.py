@@ -25,8 +25,15 @@ def link(to: str) -> dict[str, Any]:
     return {"to": to, "transport": "shm", "gb_per_s": 0.05, "latency_us": 300.0}
 
 
-def shown(*workers: dict[str, Any], not_ready: str = "", absent: tuple[dict[str, Any], ...] = ()) -> list[str]:
-    return list(status.lines("http://user:secret@here:1", Answers("1.0", not_ready, workers, absent)))
+def shown(
+    *workers: dict[str, Any],
+    not_ready: str = "",
+    absent: tuple[dict[str, Any], ...] = (),
+    expected: dict[str, int] | None = None,
+    model: str = "tiny",
+) -> list[str]:
+    answers = Answers("1.0", not_ready, workers, absent, model, expected or {})
+    return list(status.lines("http://user:secret@here:1", answers))
 
 
 def test_a_ready_system() -> None:
@@ -57,6 +64,29 @@ def test_what_is_wrong_gets_a_line() -> None:
     ]
 
 
+def test_pools_without_a_worker_are_named() -> None:
+    pools = {"prefill": 1, "decode": 2, "colocated": 0}
+    gone = {"id": "decode-1", "why": "it exited", "for_s": 3.0, "restart_in_s": 0.0}
+    why = "No decode worker is ready."
+    lines = shown(worker("prefill-0"), not_ready=why, absent=(gone,), expected=pools)
+    assert lines[0].endswith(f" serves tiny: not ready: {why}")
+    assert lines[4:] == ["the decode pool has no worker", "decode-1 is absent for 3 s: it exited, being restarted"]
+    assert shown(not_ready=why, expected=pools)[2:] == [
+        "the prefill pool has no worker",
+        "the decode pool has no worker",
+    ]
+    assert shown(worker("decode-0"), expected={"prefill": 0, "decode": 1})[4:] == [], "it prefills locally"
+    assert shown(worker("colocated-0"), not_ready=why)[4:] == []
+
+
+def test_an_older_server_without_workers() -> None:
+    """It names neither its model nor the sizes of its pools."""
+    lines = shown(not_ready="No decode worker is ready.", model="")
+    assert lines[0] == "tandem 1.0 at http://here:1: not ready: No decode worker is ready."
+    assert lines[2:] == ["the prefill pool has no worker", "the decode pool has no worker"]
+    assert shown(worker("decode-0"))[4:] == [], "nothing says that it should have a prefill worker"
+
+
 def test_many_links_are_not_all_listed() -> None:
     decodes = [worker(f"decode-{at}") for at in range(12)]
     lines = shown(worker("prefill-0", links=[link(each["id"]) for each in decodes]), *decodes)
@@ -68,7 +98,7 @@ def test_exit_code_and_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], not_ready: str, absent: int, code: int
 ) -> None:
     gone = {"id": "decode-1", "why": "exited", "for_s": 3.0, "restart_in_s": None}
-    answers = Answers("1.0", not_ready, [worker("decode-0")], [gone] * absent)
+    answers = Answers("1.0", not_ready, [worker("decode-0")], [gone] * absent, "tiny")
     monkeypatch.setattr(status, "ask", lambda *_: answers)
     assert status.run(StatusConfig(json=True)) == code
     found = json.loads(capsys.readouterr().out)

@@ -156,6 +156,11 @@ def test_what_a_server_answers() -> None:
     with server(pages) as url:
         found = ask(url, None)
     assert found.version == "9" and found.not_ready == "No prefill worker is ready." and len(found.workers) == 1
+    assert found.model == worker("decode-0").get("model", "") and found.empty_pools == ["prefill"]
+    listed = {"workers": [], "absent": [], "model": "tiny", "expected": {"prefill": 0, "decode": 1, "colocated": 0}}
+    with server(pages | {"/admin/workers": (200, listed)}) as url:
+        found = ask(url, None)
+    assert (found.model, found.empty_pools) == ("tiny", ["decode"])
     with server(pages | {"/admin/workers": (403, {})}) as url:
         with pytest.raises(StartError, match="does not list") as refused:
             ask(url, None, "--admin-api-key")
