@@ -224,6 +224,10 @@ async def test_keys_are_asked_for_tried_and_kept_in_the_tab(stand_in: StandIn) -
     stand_in.key, stand_in.admin_key = "client", "admin"
     async with open_page(stand_in.url, expected=REFUSED) as page:
         await expect(page.locator(".hello h2")).to_have_text("An API key is needed")
+        await expect(page.locator("#link")).to_have_text("key needed")
+        await page.click("#keys-button")
+        await expect(page.locator("#client-key")).to_be_focused()
+        await page.click("dialog button:text('Cancel')")
         await page.click(".hello button")
         await page.fill("#client-key", "wrong")
         await page.click("dialog button[type=submit]")
@@ -236,6 +240,9 @@ async def test_keys_are_asked_for_tried_and_kept_in_the_tab(stand_in: StandIn) -
         await page.click("dialog button[type=submit]")
         await expect(page.locator("dialog")).to_have_count(0)
         await expect(page.locator(".hello h2")).to_have_text("Chat with tiny")
+        await page.click("#keys-button")
+        await expect(page.locator("#admin-key")).to_be_focused()
+        await page.click("dialog button:text('Cancel')")
 
         await page.click("nav a[href='#system']")
         await expect(page.locator("#system-view .notice")).to_contain_text("enter the admin key")
@@ -247,6 +254,28 @@ async def test_keys_are_asked_for_tried_and_kept_in_the_tab(stand_in: StandIn) -
         assert await page.evaluate("Object.keys(localStorage).filter((key) => key.includes('key'))") == []
         await page.reload()
         await expect(page.locator(".worker")).to_have_count(2)
+
+
+async def test_the_chat_asks_for_no_key_where_only_the_admin_endpoints_need_one(stand_in: StandIn) -> None:
+    stand_in.admin_key = "admin"
+    stand_in.answers.append([chunk("Hello."), chunk(finish="stop"), "[DONE]"])
+    async with open_page(stand_in.url, expected=REFUSED) as page:
+        await expect(page.locator(".hello h2")).to_have_text("Chat with tiny")
+        await expect(page.locator("#link")).to_have_text("chat only")
+        await page.fill("#prompt", "Hello?")
+        await page.press("#prompt", "Enter")
+        await expect(page.locator(".turn.assistant")).to_have_attribute("aria-busy", "false")
+        await expect(page.locator(".turn.assistant .text")).not_to_be_empty()
+        for view in ("system", "requests"):
+            await page.click(f"nav a[href='#{view}']")
+            await expect(page.locator("#link")).to_have_text("key needed")
+            await expect(page.locator(f"#{view}-view .notice")).to_contain_text("A key is needed")
+        await page.click("#requests-view .notice button")
+        await page.fill("#admin-key", "admin")
+        await page.click("dialog button[type=submit]")
+        await expect(page.locator("#link")).to_have_text("2 workers")
+        await page.click("nav a[href='#chat']")
+        await expect(page.locator("#link")).to_have_text("2 workers")
 
 
 async def test_a_coordinator_that_is_gone_and_comes_back(stand_in: StandIn) -> None:

@@ -9,7 +9,8 @@ import { Parameters } from "./parameters.js";
 const SUGGESTIONS = ["Explain in two sentences why prefill and decode run on separate workers.", "Count from one to twenty in words.", "Tell me a short story about two cyclists."];
 
 export class ChatView {
-  constructor(root) {
+  /** `loaded` is called when the server has answered which model it serves, or has refused to. */
+  constructor(root, loaded) {
     this.messages = [];
     this.turns = []; // {node, from}: `from` is the number of messages before the turn
     this.running = null;
@@ -17,6 +18,8 @@ export class ChatView {
     this.arrived = []; // chunks that are not drawn yet
     this.drawing = false;
     this.model = null;
+    this.trouble = null; // the error of the last request for the model
+    this.loaded = loaded;
     this.parameters = new Parameters();
     this.log = h("div", { class: "conversation", role: "log", "aria-label": "Conversation", "aria-live": "polite" });
     this.empty = h("div", { class: "hello" });
@@ -62,7 +65,13 @@ export class ChatView {
     }
     setText(document.getElementById("model"), this.model?.id);
     this.drawEmpty();
+    this.loaded();
     return this.trouble;
+  }
+
+  /** Whether the server answers the chat with the keys that are there, or without one. */
+  get open() {
+    return this.model !== null && this.trouble === null;
   }
 
   drawEmpty() {

@@ -10,7 +10,7 @@ import { SystemView } from "./system.js";
 const NAMES = ["chat", "system", "requests"];
 const THEMES = ["auto", "light", "dark"];
 const sections = Object.fromEntries(NAMES.map((name) => [name, document.getElementById(`${name}-view`)]));
-const views = { chat: new ChatView(sections.chat), system: new SystemView(sections.system), requests: new RequestsView(sections.requests) };
+const views = { chat: new ChatView(sections.chat, () => drawLink()), system: new SystemView(sections.system), requests: new RequestsView(sections.requests) };
 const banner = document.getElementById("banner");
 const link = document.getElementById("link");
 
@@ -35,6 +35,7 @@ function route() {
     setAttribute(document.querySelector(`nav a[href="#${each}"]`), "aria-current", each === shown ? "page" : null);
   }
   document.body.dataset.view = shown;
+  drawLink();
   document.title = `${shown[0].toUpperCase()}${shown.slice(1)} · Tandem`;
 }
 
@@ -48,7 +49,8 @@ function drawLink() {
   const workers = known.filter((each) => !each.lost);
   const ready = workers.filter((each) => each.state === "ready").length;
   const all = ready === known.length ? "" : ` of ${known.length}`;
-  const shown = {
+  const chats = state === "key" && document.body.dataset.view === "chat" && views.chat.open;
+  const shown = chats ? "chat only" : {
     live: live.system ? `${ready}${all} worker${(all ? known.length : ready) === 1 ? "" : "s"}` : "live",
     connecting: "connecting",
     key: "key needed",
@@ -59,8 +61,8 @@ function drawLink() {
     paused: "paused",
   }[state];
   setText(link, shown);
-  link.title = words || (state === "live" ? "Live data from the coordinator" : "");
-  setAttribute(link, "data-state", state === "live" && live.system && !ready ? "empty" : state === "live" && all ? "fewer" : state);
+  link.title = chats ? "The chat needs no other key. The system and the requests need the admin key." : words || (state === "live" ? "Live data from the coordinator" : "");
+  setAttribute(link, "data-state", state === "live" && live.system && !ready ? "empty" : state === "live" && all ? "fewer" : chats ? "chat" : state);
   drawBanner(state, words, workers.length);
 }
 
@@ -101,7 +103,7 @@ onKeys(() => {
   views.chat.load();
   live.restart();
 });
-document.getElementById("keys-button").addEventListener("click", () => openKeys(live.status.state === "key" ? "admin" : "client"));
+document.getElementById("keys-button").addEventListener("click", () => openKeys(live.status.state === "key" && views.chat.open ? "admin" : "client"));
 
 // -- theme -----------------------------------------------------------------------------------------------------------
 
@@ -126,6 +128,5 @@ themeButton.addEventListener("click", () => {
 });
 
 drawTheme();
-drawLink();
 route();
 live.restart();
