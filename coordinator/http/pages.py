@@ -52,16 +52,19 @@ async def front(request: web.Request) -> web.Response:
 
 
 def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
-    """Return the HTML front page. Endpoints with GET and a fixed path are links."""
+    """Return the HTML front page. Endpoints with GET and a fixed path are links, all relative: a proxy may serve the
+    page under a path."""
     items = []
     for path, method in endpoints:
         linked = method == "GET" and "{" not in path
-        items.append(f"<li>{method} " + (f'<a href="{path}">{path}</a>' if linked else path) + "</li>")
+        items.append(
+            f"<li>{method} " + (f'<a href="{path.removeprefix("/")}">{path}</a>' if linked else path) + "</li>"
+        )
     return "\n".join(
         [
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem</title>',
             f"<h1>Tandem {html.escape(product_version())} serves {html.escape(model)}</h1>",
-            '<p><a href="/ui">Chat, watch the workers, and see where the time of each request went</a></p>',
+            '<p><a href="ui">Chat, watch the workers, and see where the time of each request went</a></p>',
             "<ul>", *items, "</ul></html>\n",
         ]
     )  # fmt: skip
@@ -104,18 +107,20 @@ def _bound_tokens(schema: object, most: int) -> None:
 @routes.get("/docs")
 async def docs(request: web.Request) -> web.StreamResponse:
     """Show all endpoints and the fields of their bodies as one HTML page that loads nothing else."""
-    return await deliver_whole(request, web.Response(text=_docs_page(), content_type="text/html"))
+    page = _docs_page("../" if request.path.endswith("/") else "")
+    return await deliver_whole(request, web.Response(text=page, content_type="text/html"))
 
 
 @functools.cache
-def _docs_page() -> str:
+def _docs_page(root: str) -> str:
+    """Return the HTML page of all endpoints; ``root`` is the relative address of the server's root."""
     described = msgspec.json.decode(_openapi("", MAX_TOKEN_ID))
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem API</title>',
         "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto}td{padding:2px 12px 2px 0;"
         "vertical-align:top}</style>",
         f"<h1>Tandem {html.escape(product_version())}</h1>",
-        '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>',
+        f'<p>The same for programs: <a href="{root}openapi.json">/openapi.json</a></p>',
     ]
     for path, methods in described["paths"].items():
         for method, operation in methods.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from yarl import URL
 
 from common.core.ids import RequestId
 from common.net.messages import Role, Timing
@@ -37,10 +38,18 @@ async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> 
         assert "serves &lt;b&gt;&amp;co<" in page and "<b>" not in page
         assert "POST /v1/chat/completions" in page
         links = re.findall(r'href="([^"]+)"', page)
-        assert {"/ui", "/v1/models", "/health", "/metrics", "/admin/workers"} <= set(links)
+        assert {"ui", "v1/models", "health", "metrics", "admin/workers"} <= set(links)
         for link in links:
-            async with cluster.client.get(cluster.url + link) as response:
+            async with cluster.client.get(f"{cluster.url}/{link}") as response:
                 assert response.status == 200, link
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/docs/"])
+async def test_links_stay_below_the_path_at_which_a_proxy_serves(cluster: FakeCluster, path: str) -> None:
+    async with cluster.client.get(cluster.url + path, headers={"Accept": "text/html"}) as response:
+        links = re.findall(r'href="([^"]+)"', await response.text())
+    found = {URL(f"https://example.com/x{path}").join(URL(link)).path for link in links}
+    assert "/x/openapi.json" in found and all(each.startswith("/x/") for each in found), found
 
 
 async def test_models(cluster: FakeCluster) -> None:
