@@ -29,8 +29,8 @@ from tests.orchestration.pods import (
     templates,
 )
 
-FOLDERS = ("overlays/cpu", "overlays/gpu", "overlays/gpu-pairs", "monitoring", "autoscaling/hpa", "autoscaling/keda",
-           "gateway")  # fmt: skip
+FOLDERS = ("overlays/cpu", "overlays/gpu", "overlays/gpu-pairs", "monitoring", "tracing", "autoscaling/hpa",
+           "autoscaling/keda", "gateway")  # fmt: skip
 OVERLAYS = tuple(each for each in FOLDERS if each.startswith("overlays/"))
 VERSIONS = ("1.31", "1.37")
 """Oldest and newest version of Kubernetes whose schemas the manifests are checked with."""
@@ -256,6 +256,14 @@ def test_policies_let_through_what_is_needed_and_no_more(folder: str, rendered: 
         assert lets_in("decode", port, prefill)
         assert not lets_in("decode", port, client) and not lets_in("decode", port, coordinator)
     assert not any(lets_in(role, "health", client) for role in ("prefill", "decode"))
+
+
+def test_only_the_coordinator_may_send_traces(rendered: dict[str, list[Manifest]]) -> None:
+    (policy,) = (each["spec"] for each in rendered["tracing"])
+    pods = templates(rendered["overlays/cpu"])
+    sends = [each.labels["app.kubernetes.io/component"] for each in pods if selects(each.labels, policy["podSelector"])]
+    assert sends == ["coordinator"] and policy["policyTypes"] == ["Egress"]
+    assert policy["egress"] == [{"ports": [{"port": 4318}], "to": [{"namespaceSelector": {}}]}]
 
 
 def test_updates_keep_enough_workers(rendered: dict[str, list[Manifest]]) -> None:
