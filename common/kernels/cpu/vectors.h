@@ -167,8 +167,10 @@ INLINE void NAME(store_bf16)(uint16_t *to, floats x)
 #if HAS_BF16_DOT
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
-    for (int i = 0; i < LANES; i++)
-        to[i] = NAME(float_to_bf16)(x[i]);
+    typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+    words bits = (words)x, nan = (words)(x != x);
+    bits = (nan & (bits | 0x400000)) | (~nan & (bits + 0x7FFF + (bits >> 16 & 1)));
+    *(halves *)to = __builtin_convertvector(bits >> 16, halves);
 #endif
 }
 
