@@ -86,32 +86,45 @@ static int multiply_groups(const struct linear *linear, const void *from, void *
     return 0;
 }
 
-/* The float32 value of element ``k``, in the order of the codes, of column ``column`` of a weight. */
-static float group_value(const struct groups *weight, long column, long k)
+static float e4m3_value(uint32_t code)
 {
-    const long groups = weight->padded / weight->group, group = k / weight->group, within = k % weight->group;
-    const long panel = column / PANEL, lane = column % PANEL, half = weight->group / 2;
-    const long fine = (panel * groups + group) * PANEL + lane;
+    uint32_t bits = (code & 127) << 20 | (code & 128) << 24;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value * 0x1p120f; /* the exponent's bias is 7, not 127 */
+}
+
+/* Write the values of column ``column`` of a weight in group ``group``, from element ``at`` of ``to`` on. */
+static void write_group(const struct groups *weight, long column, long group, void *to, long at, int type)
+{
+    const long groups = weight->padded / weight->group, size = weight->group * weight->bits / 32; /* in words */
+    const long panel = column / PANEL, lane = column % PANEL, fine = (panel * groups + group) * PANEL + lane;
     const long coarse = (panel * (groups / weight->span) + group / weight->span) * PANEL + lane;
-    const long at = weight->bits == 8 ? within : within % half; /* element of the group's words, 4 a word */
-    long word = (panel * groups + group) * (weight->group * weight->bits / 32) + at / 4;
-    uint32_t code = weight->codes[word * PANEL + lane] >> (8 * (at % 4));
-    code = weight->bits == 8 ? code & 255 : code >> (within < half ? 0 : 4) & 15;
-    float value = (float)code - (float)(weight->zeros ? weight->zeros[fine] : weight->zero);
-    if (weight->coding == CODE_TABLE)
-        value = weight->table[code];
-    if (weight->coding == CODE_E4M3) {
-        uint32_t bits = (code & 127) << 20 | (code & 128) << 24;
-        memcpy(&value, &bits, 4);
-        value *= 0x1p120f;
+    const uint32_t *codes = weight->codes + (panel * groups + group) * size * PANEL + lane;
+    float scale = load_groups(weight->scales, coarse, weight->scale_type), minimum = 0;
+    float zero = (float)(weight->zeros ? weight->zeros[fine] : weight->zero);
+    scale = weight->sub_scales ? scale * (float)weight->sub_scales[fine] : scale;
+    if (weight->minima)
+        minimum = load_groups(weight->minima, coarse, weight->scale_type);
+    minimum = weight->minima && weight->sub_minima ? minimum * (float)weight->sub_minima[fine] : minimum;
+    float values[MAX_GROUP];
+    const long low = weight->bits == 8 ? weight->group : weight->group / 2; /* elements in the low halves, or in all */
+    for (long i = 0; i < weight->group; i++) {
+        const long at_word = i < low ? i : i - low;
+        uint32_t code = codes[at_word / 4 * PANEL] >> (8 * (at_word % 4) + (i < low ? 0 : 4));
+        values[i] = (float)(code & (weight->bits == 8 ? 255 : 15));
     }
-    float scale = load_groups(weight->scales, coarse, weight->scale_type);
-    value *= weight->sub_scales ? scale * (float)weight->sub_scales[fine] : scale;
-    if (weight->minima) {
-        float minimum = load_groups(weight->minima, coarse, weight->scale_type);
-        value += weight->sub_minima ? minimum * (float)weight->sub_minima[fine] : minimum;
+    if (weight->coding == CODE_INT)
+        for (long i = 0; i < weight->group; i++)
+            values[i] -= zero;
+    else
+        for (long i = 0; i < weight->group; i++)
+            values[i] = weight->coding == CODE_TABLE ? weight->table[(int)values[i]] : e4m3_value((uint32_t)values[i]);
+    for (long i = 0; i < weight->group; i++) {
+        long k = group * weight->group + i, to_column = weight->order ? weight->order[k] : k;
+        if (to_column < weight->in)
+            store_groups(to, at + to_column, type, values[i] * scale + minimum);
     }
-    return value;
 }
 
 /* Write the values of the weight's rows ``ids`` [rows], dequantized, to ``to`` [rows, to_row] of ``type``; the weight
@@ -123,10 +136,7 @@ EXPORT int tandem_group_rows(const struct groups *weight, const int64_t *ids, in
         if (ids[i] < 0 || ids[i] >= weight->out)
             return -1;
     for (long i = 0; i < rows; i++)
-        for (long k = 0; k < weight->padded; k++) {
-            long column = weight->order ? weight->order[k] : k;
-            if (column < weight->in)
-                store_groups(to, i * to_row + column, type, group_value(weight, ids[i], k));
-        }
+        for (long group = 0; group < weight->padded / weight->group; group++)
+            write_group(weight, ids[i], group, to, i * to_row, type);
     return 0;
 }
