@@ -30,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Activations that a gated layer can apply, by transformers' names."""
 SMALLEST_GROUP = 32
 """Fewest columns of an activation that share a scale."""
+TERM_RATIO = 254
+"""``TERM_RATIO`` of groups.h: steps of the second of two terms in one of the first."""
 MOST_PARTS = 4
 """``MAX_PARTS`` of groups.h: weights of a joined layer."""
 _CODINGS = {"int": 0, "e4m3": 1, "table": 2}
@@ -261,10 +263,7 @@ def _has_triton(device: str) -> bool:
 def round_activations(x: torch.Tensor, weight: QuantizedWeight, terms: int = 1) -> torch.Tensor:
     """Return ``x`` [rows, in] rounded to 8 bits for an integer product with ``weight``, in float32: the largest
     magnitude of a row's group becomes 127. A group has as many columns as one of the weight, but at least 32. With two
-    ``terms``, what is left is rounded in the same way and added."""
-    if terms > 1:
-        first = round_activations(x, weight)
-        return first + round_activations(x.float() - first, weight, terms - 1)
+    ``terms``, what is left is rounded to multiples of a :data:`TERM_RATIO`-th of that step and added."""
     columns, size = x.shape[1], max(SMALLEST_GROUP, weight.group)
     order = None if weight.order is None else weight.order.long()
     values = functional.pad(x.float(), (0, -columns % weight.group))
@@ -272,9 +271,12 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight, terms: int = 1) 
     if order is not None:
         values = values[:, order]
     groups = functional.pad(values, (0, -width % size)).unflatten(1, (-1, size))
-    scales = groups.abs().amax(2, keepdim=True) / 127
-    codes = (groups / torch.where(scales == 0, 1.0, scales)).round_().clamp_(-127, 127)
-    rounded = (codes * scales).view(x.shape[0], groups.shape[1] * size)[:, :width]
+    most = groups.abs().amax(2, keepdim=True)
+    groups = groups * torch.where(most == 0, 0.0, 127 / most)
+    codes = groups.round().clamp_(-127, 127)
+    if terms > 1:
+        codes += ((groups - codes) * TERM_RATIO).round_() / TERM_RATIO
+    rounded = (codes * (most / 127)).view(x.shape[0], groups.shape[1] * size)[:, :width]
     if order is not None:
         rounded = torch.empty_like(rounded).index_copy_(1, order, rounded)
     return rounded[:, :columns]

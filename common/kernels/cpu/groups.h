@@ -6,16 +6,18 @@
  * summed dimension; of 4 bits, 4 in the low halves, and in the high halves the 4 that are half a group further.
  *
  * An *exact* product multiplies float32 activations by the values of codes. An *integer* product rounds activations to
- * int8 first, with a scale per row and group; with two terms, what is left is rounded to int8 once more, and the sums of
- * both are added. In all, the sum of a group is multiplied by its scale and added to those before it. The order of additions depends on the weight alone, so the result of a row depends neither on the
- * number of rows nor on threads.
+ * int8 first, with a scale per row and group; with two terms, what is left is rounded to int8 once more, in steps of
+ * 1/TERM_RATIO of the scale. In all, the sum of a group is multiplied by its scale and added to those before it. The
+ * order of additions depends on the weight alone, so the result of a row depends neither on the number of rows nor on
+ * threads.
  */
 
 #define PANEL 16              /* columns of a panel */
 #define MIN_INPUT_GROUP 32    /* fewest activations that share a scale */
 #define MAX_GROUP 128         /* most columns of a group */
+#define TERM_RATIO 254        /* what rounding leaves is at most half a step of the scale: 127 of these */
 #define MAX_PARTS 4           /* most weights of a product */
-#define INPUT_BYTES (512 << 10) /* of packed rows that meet one panel after the other and stay in L2 */
+#define INPUT_BYTES (768 << 10) /* of packed rows that meet one panel after the other and stay in L2 */
 #define MIN_INPUT_ROWS 16     /* rows that are packed at a time, at least */
 #define PREFETCH_WORDS (8 << 10 >> 2) /* prefetch distance in codes, which are read from front to back */
 
@@ -39,13 +41,12 @@ struct groups { /* a weight, or one of several whose results follow each other i
 enum group_kind { INTEGER_4, INTEGER_8, INTEGER_7, INTEGER_6, EXACT_4, EXACT_8, EXACT_E4M3, EXACT_TABLE };
 
 struct group_sums { /* of one row and one group of the weight */
-    float scale; /* of the activations; 1 in an exact product */
-    float total; /* sum of the activations, as far as they are used: in float32, or of codes times the scale */
-    float codes; /* sum of the codes */
+    float scale;      /* of the activations; 1 in an exact product */
+    float total;      /* sum of the activations, as far as they are used: in float32, or of codes times the scale */
+    int32_t codes[2]; /* sum of the codes of each term */
 };
 
-struct group_input { /* packed rows, those of all terms of a row follow each other: codes or float32 [width], then
-                        group_sums [groups] each */
+struct group_input { /* packed rows: codes [terms][width] or float32 [width], then group_sums [groups] */
     char *rows;
     long row_bytes, sums_at;
 };

@@ -6,6 +6,11 @@ static const struct group_kernels NAME(kernels) = {VARIANT_NAME, NAME(pack_row),
 #undef CODE_SIZES_DIFFER
 #undef CODE_OFFSET
 #undef GROUP_TILE_OF
+#undef EXACT_TILE_OF
+#undef TILE_CASE
+#undef WIDE_ROWS
+#undef MIN_WIDE
+#undef MOST_VECTORS
 #undef LANES
 #undef NR
 #undef NAME

@@ -18,12 +18,12 @@ static long layout_inputs(struct group_product *product, struct group_input *inp
         for (int j = 0; j < i && product->inputs[i] == inputs + i; j++)
             if (same_input(product->parts[j], weight))
                 product->inputs[i] = product->inputs[j];
-        inputs[i].sums_at = ROUND_UP(group_width(weight) * (weight->exact ? (long)sizeof(float) : 1), 64);
+        inputs[i].sums_at = ROUND_UP(group_width(weight) * (weight->exact ? (long)sizeof(float) : weight->terms), 64);
         inputs[i].row_bytes = inputs[i].sums_at + weight->padded / weight->group * (long)sizeof(struct group_sums);
         inputs[i].row_bytes = ROUND_UP(inputs[i].row_bytes, 64);
         inputs[i].row_bytes += inputs[i].row_bytes % PAGE ? 0 : 64; /* a cache keeps few rows whole pages apart */
         if (product->inputs[i] == inputs + i)
-            total += inputs[i].row_bytes * weight->terms;
+            total += inputs[i].row_bytes;
     }
     return total;
 }
@@ -32,7 +32,6 @@ static void pack_inputs(const struct group_product *product, const void *from, l
 {
     for (int i = 0; i < product->count; i++) {
         const struct group_input *input = product->inputs[i];
-        const long terms = product->parts[i]->terms;
         int packed = 0;
         for (int j = 0; j < i; j++)
             packed |= product->inputs[j] == input;
@@ -41,7 +40,7 @@ static void pack_inputs(const struct group_product *product, const void *from, l
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && product->rows >= MIN_INPUT_ROWS)
         for (long r = 0; r < product->rows; r++)
             group_kernels->pack_row(product->parts[i], from, (first + r) * in_row, product->type, input,
-                                    input->rows + r * terms * input->row_bytes);
+                                    input->rows + r * input->row_bytes);
     }
 }
 
@@ -73,8 +72,10 @@ static int multiply_groups(const struct linear *linear, const void *from, void *
     for (int i = 0; i < product.count; i++)
         if (product.inputs[i] == inputs + i) {
             inputs[i].rows = memory;
-            memory += most * inputs[i].row_bytes * product.parts[i]->terms;
+            memory += most * inputs[i].row_bytes;
         }
+    const long runs = (rows + most - 1) / most;
+    most = (rows + runs - 1) / runs;
     for (long first = 0; first < rows; first += most) {
         product.rows = rows - first < most ? rows - first : most;
         product.to = (char *)to + first * out_row * size;

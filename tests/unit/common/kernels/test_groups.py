@@ -148,7 +148,7 @@ def test_the_largest_codes_do_not_overflow(variant: str, kind: str, sign: int) -
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("e4m3", "table")])
-@pytest.mark.parametrize("rows", [1, 3, 8, 37])
+@pytest.mark.parametrize("rows", [1, 3, 8, 37])  # 24 and more are multiplied by two panels at a time
 @pytest.mark.parametrize("group", [16, 64])
 def test_activations_in_16_bits(variant: str, kind: str, rows: int, group: int) -> None:
     """Two terms are nearly exact, and a row's result depends on no other."""
