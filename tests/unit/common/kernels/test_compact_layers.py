@@ -79,7 +79,7 @@ def test_layers_of_several_formats_are_fused(
         assert layer.qkv.parts[0] is part and len(layer.qkv.parts) == 3  # no copy of the weights
         terms = 1 if exact else 2
         assert layer.qkv.exact is exact and layer.qkv.terms == [terms] * 3
-        assert layer.down.terms == [terms] and layer.gate_up.terms == [1, 1]
+        assert layer.down.terms == [terms] and layer.out.terms == [1] and layer.gate_up.terms == [1, 1]
     assert model.lm_head.terms == [terms]
 
 
