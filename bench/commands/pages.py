@@ -259,6 +259,14 @@ def llamacpp(folder: Path) -> list[str]:
     )
 
 
+def quantization(folder: Path) -> list[str]:
+    """Return the figures of a checkpoint with its weights as they are and quantized."""
+    from bench.commands.quantization import rows
+
+    kept = results.load(folder / "quality.json#quantization")
+    return markdown(("weights", "what", "value", "ratio"), rows(kept["ways"]))
+
+
 def quality(folder: Path) -> list[str]:
     """Return perplexity and agreement with float32 of each number format."""
     kept = results.load(folder / "quality.json#quality")
@@ -321,5 +329,6 @@ TABLES: dict[str, Table] = {
     "llamacpp": llamacpp,
     "smollm2": smollm2,
     "quality": quality,
+    "quantization": quantization,
     "crosscheck": crosscheck,
 }

@@ -62,6 +62,12 @@ class LinearShape:
     inputs: int
     count: int
 
+    @property
+    def terms(self) -> int:
+        """8-bit numbers that an activation is rounded to in an integer product, as
+        :func:`common.model.round_linears.refine` has it."""
+        return 1 if self.name in ("out", "gate_up") else 2
+
 
 LLAMA_82M: Mapping[str, int] = {
     "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
@@ -250,10 +256,14 @@ def passes(
         for _ in range(shape.count)
     ]
     for name, make in ways(dtype, rows, int8).items():
-        functions = [(make(weight), inputs[shape.inputs]) for weight, shape in weights]
+        functions = [(_refined(make(weight), shape), inputs[shape.inputs]) for weight, shape in weights]
         gather([each for each, _ in functions if isinstance(each, NativeLinear)])
         yield name, lambda functions=functions: [each(x) for each, x in functions]  # type: ignore[misc]
         del functions
+
+
+def _refined(layer: Layer, shape: LinearShape) -> Layer:
+    return layer.changed(terms=shape.terms) if isinstance(layer, CompactLinear) else layer
 
 
 @torch.inference_mode()

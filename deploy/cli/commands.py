@@ -28,6 +28,7 @@ from common.config.bench.observability import BenchObservabilityConfig
 from common.config.bench.pages import BenchPagesConfig
 from common.config.bench.plan import BenchPlanConfig
 from common.config.bench.quality import BenchQualityConfig
+from common.config.bench.quantization import BenchQuantizationConfig
 from common.config.bench.roofline import BenchRooflineConfig
 from common.config.bench.serve import BenchServeConfig
 from common.config.bench.wire import BenchWireConfig
@@ -190,6 +191,10 @@ COMMANDS = {
         Command(
             "bench gguf", "measure a GGUF file served by Tandem and by llama.cpp", BenchGgufConfig,
             "bench.commands.gguf:run", measures=True,
+        ),
+        Command(
+            "bench quantization", "measure a checkpoint served as it is and with int8 and int4 weights",
+            BenchQuantizationConfig, "bench.commands.quantization:run", measures=True,
         ),
         Command(
             "bench crosscheck", "compare bench serve with other load generators", BenchCrosscheckConfig,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.commands.gguf import descendants, memory, run
+from bench.commands.gguf import run
+from bench.load.sides import descendants, memory
 from bench.peers import llamacpp
 from common.config.bench.gguf import BenchGgufConfig
 from common.core.errors import StartError
