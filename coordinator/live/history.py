@@ -31,13 +31,19 @@ Buckets = Sequence[tuple[float, float]]
 
 
 class Counters(NamedTuple):
-    """Counts since the start at one time. ``intervals``: those between tokens."""
+    """Counts since the start at one time."""
 
     at_s: float
     requests: int
     prompt_tokens: int
     output_tokens: int
     refusals: int
+
+
+class _Sample(NamedTuple):
+    """``intervals``: those between tokens, since the start."""
+
+    counters: Counters
     intervals: Buckets
 
 
@@ -54,8 +60,10 @@ class History:
         self._output_tokens, self._intervals = output_tokens, intervals
         self._requests = self._prompt_tokens = self._refusals = 0
         self._first_tokens: deque[_FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)
-        self._samples: deque[Counters] = deque(maxlen=int(WINDOW_S / ROW_S) + 1)
+        self._samples: deque[_Sample] = deque(maxlen=int(WINDOW_S / ROW_S) + 1)
         self._fresh: deque[Counters] = deque(maxlen=int(FRESH_S))
+        self._latencies: Json = {"ttft_ms": None, "itl_ms": None}
+        self._latencies_at_s = 0.0
         self.rows: deque[Json] = deque(maxlen=ROWS)
         """The last five minutes, the latest row last."""
 
@@ -76,15 +84,16 @@ class History:
     def sample(self, now_s: float, now_unix_s: float, running: int, waiting: int) -> Json | None:
         """Add a row and return it; None if there was no sample before. Must be called every ROW_S seconds. ``running``,
         ``waiting``: requests on workers, and in the queue."""
-        now, before = self._counters(now_s), self._samples[-1] if self._samples else None
+        now = _Sample(self._counters(now_s), self._intervals())
+        before = self._samples[-1] if self._samples else None
         self._samples.append(now)
         if before is None:
             return None
         row: Json = {
             "t": round(now_unix_s, 3),
-            **_rates(before, now),
-            "ttft_ms": self._first_token_ms(before.at_s),
-            "itl_ms": _interval_ms(before, now),
+            **_rates(before.counters, now.counters),
+            "ttft_ms": self._first_token_ms(before.counters.at_s),
+            "itl_ms": _interval_ms(before.intervals, now.intervals),
             "running": running,
             "waiting": waiting,
         }
@@ -96,18 +105,22 @@ class History:
         now = self._counters(now_s)
         while self._fresh and now_s - self._fresh[0].at_s > 2 * FRESH_S:  # no listener was connected meanwhile
             self._fresh.popleft()
-        since = self._fresh[0] if self._fresh else self._samples[-1] if self._samples else now
+        since = self._fresh[0] if self._fresh else self._samples[-1].counters if self._samples else now
         self._fresh.append(now)
-        oldest = self._samples[0] if self._samples else now
-        return {
-            "rates": _rates(since, now),
-            "ttft_ms": self._first_token_ms(now_s - WINDOW_S),
-            "itl_ms": _interval_ms(oldest, now),
-        }
+        return {"rates": _rates(since, now), **self._last_minute(now_s)}
+
+    def _last_minute(self, now_s: float) -> Json:
+        """Return the percentiles of the last minute. They are computed anew every ROW_S, and while one is missing."""
+        if None in self._latencies.values() or now_s - self._latencies_at_s >= ROW_S:
+            now = self._intervals()
+            oldest = self._samples[0].intervals if self._samples else now
+            first_token_ms = self._first_token_ms(now_s - WINDOW_S)
+            self._latencies = {"ttft_ms": first_token_ms, "itl_ms": _interval_ms(oldest, now)}
+            self._latencies_at_s = now_s
+        return self._latencies
 
     def _counters(self, now_s: float) -> Counters:
-        counts = self._requests, self._prompt_tokens, self._output_tokens(), self._refusals
-        return Counters(now_s, *counts, self._intervals())
+        return Counters(now_s, self._requests, self._prompt_tokens, self._output_tokens(), self._refusals)
 
     def _first_token_ms(self, since_s: float) -> Json | None:
         """Return percentiles of the times to first token since a time, in milliseconds; None if there is none."""
@@ -128,12 +141,10 @@ def _rates(before: Counters, now: Counters) -> Json:
     }
 
 
-def _interval_ms(before: Counters, now: Counters) -> Json | None:
+def _interval_ms(before: Buckets, now: Buckets) -> Json | None:
     """Return percentiles of the intervals between two times in milliseconds; None if there are none. Inside a bucket
     values are taken to be spread evenly, as Prometheus' ``histogram_quantile`` does."""
-    counts = [
-        (bound, count - earlier) for (bound, count), (_, earlier) in zip(now.intervals, before.intervals, strict=True)
-    ]
+    counts = [(bound, count - earlier) for (bound, count), (_, earlier) in zip(now, before, strict=True)]
     total = counts[-1][1] if counts else 0
     return {name: _ms(_quantile(counts, share * total)) for name, share in QUANTILES} if total else None
 

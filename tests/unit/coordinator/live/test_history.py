@@ -71,6 +71,24 @@ def test_a_snapshot_covers_the_last_minute_and_its_rates_the_last_seconds() -> N
     assert found["rates"]["output_tokens_s"] == 0.0  # type: ignore[index]
 
 
+def test_percentiles_are_kept_for_some_seconds_once_all_are_known() -> None:
+    counted = Counted()
+    counted.history.sample(0.0, 0.0, 0, 0)
+    counted.request(0.0, 0.5)
+    assert counted.history.snapshot(1.0)["itl_ms"] is None
+    counted.intervals(10, 0)
+    found = counted.history.snapshot(2.0)
+    assert found["ttft_ms"]["p99"] == 500.0 and found["itl_ms"]["p99"] == pytest.approx(9.9)  # type: ignore[index]
+    counted.request(2.0, 4.0)
+    counted.intervals(0, 90)
+    counted.tokens = 60
+    kept = counted.history.snapshot(2.0 + ROW_S - 1)
+    assert (kept["ttft_ms"], kept["itl_ms"]) == (found["ttft_ms"], found["itl_ms"])
+    assert kept["rates"]["output_tokens_s"] == 12.0, "rates are those of now"  # type: ignore[index]
+    later = counted.history.snapshot(2.0 + ROW_S)
+    assert later["ttft_ms"]["p99"] == 2000.0 and later["itl_ms"]["p99"] > 90  # type: ignore[index]
+
+
 def test_after_a_pause_rates_are_those_since_the_last_sample() -> None:
     counted = Counted()
     counted.history.sample(0.0, 0.0, 0, 0)
