@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -31,8 +33,11 @@ from coordinator.telemetry.attributes import GENERATING
 MAX_LISTENERS = 16
 SYSTEM_S = 1.0
 """Interval between snapshots of the system."""
-REQUEST_S = 0.05
-"""Least interval between two changes of requests that one listener is sent."""
+FLUSH_S = 0.5
+"""Least interval between two writes of changes to a listener."""
+FLUSHED = 10
+"""Most requests of one write. One by one they would cost several times as much: each time neither the code nor the data
+would be in the processor's caches, and each write wakes the client."""
 MAX_PENDING = 64
 """Most requests whose latest state is kept for a listener, so that what it is sent is a few seconds old at most. For
 another one, that which has waited longest is dropped: of those that run, if there are any, since they change again."""
@@ -71,10 +76,10 @@ class Listener:
         """Whether its client keeps up."""
         return self._sink.unread_bytes <= MAX_UNREAD_BYTES
 
-    def send(self, event: bytes) -> None:
-        """Send an event, unless the client does not read."""
+    def send(self, events: bytes) -> None:
+        """Send encoded events, unless the client does not read."""
         if self.reads:
-            self._sink.send(event)
+            self._sink.send(events)
 
     def add(self, timeline: Timeline) -> None:
         """Note that a request has changed."""
@@ -82,6 +87,13 @@ class Listener:
         if len(self.requests) > MAX_PENDING:
             first = next(iter(self.requests))
             del self.requests[next((id for id, each in self.requests.items() if not each.over), first)]
+
+    def take(self, shown: Callable[[Timeline], bytes]) -> list[bytes]:
+        """Remove and return the next events: all of workers, and those that ``shown`` makes of FLUSHED requests."""
+        workers = [*self.workers]
+        self.workers.clear()
+        first = [*islice(self.requests, FLUSHED)]
+        return workers + [shown(self.requests.pop(id)) for id in first]
 
 
 class Feed:
@@ -205,19 +217,15 @@ class Feed:
         """Schedule a flush, not now: the caller may be delivering a step's tokens."""
         if self._flushes is None:
             since_s = self._loop.time() - self._flushed_at
-            self._flushes = self._loop.call_later(max(0.0, REQUEST_S - since_s), self._flush)
+            self._flushes = self._loop.call_later(max(0.0, FLUSH_S - since_s), self._flush)
 
     def _flush(self) -> None:
-        """Send each listener what happened to workers and one request."""
+        """Send each listener what happened to workers and FLUSHED requests, in one write."""
         self._flushes, self._flushed_at = None, self._loop.time()
         more = False
         for listener in self._listeners:
             if listener.reads:
-                while listener.workers:
-                    listener.send(listener.workers.popleft())
-                if listener.requests:
-                    timeline = listener.requests.pop(next(iter(listener.requests)))
-                    listener.send(self._shown(timeline))
+                listener.send(b"".join(listener.take(self._shown)))
             more |= bool(listener.requests or listener.workers)
         if more:
             self._flush_soon()
@@ -226,7 +234,7 @@ class Feed:
         """Return the event with the present state of a request, which is encoded once for all listeners."""
         version, event = self._encoded.get(timeline.internal_id, (-1, b""))
         if version != timeline.version:
-            event = _event("request", shown(timeline))
+            event = _event("request", shown(timeline, intervals=timeline.over))
             if len(self._encoded) >= MAX_ENCODED:
                 del self._encoded[next(iter(self._encoded))]
             self._encoded[timeline.internal_id] = timeline.version, event

@@ -18,6 +18,7 @@ from coordinator.live import feed as feeds
 from coordinator.requests import waterfall
 from tests.leaked_keys import new_key, register
 from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, FakeCluster, open_cluster, until
+from tests.unit.coordinator.requests.test_timeline import Story
 
 
 async def test_a_worker_is_drained_by_name(model: Path) -> None:
@@ -344,16 +345,32 @@ async def test_a_page_that_does_not_read_misses_snapshots_and_gets_the_latest_of
     try:
         sink.unread_bytes = feeds.MAX_UNREAD_BYTES + 1
         sink.sent.clear()
+        monkeypatch.setattr(feeds, "FLUSHED", 3)
         for _ in range(5):
             await cluster.post(CHAT, {**HELLO, "max_tokens": 5})
         assert len(listener.requests) == 5 and not sink.sent
         sink.unread_bytes = 0
         await until(lambda: not listener.requests, "it catches up")
-        events = [event for event in sink.sent if event.startswith(b"event: request")]
-        assert len(events) == 5 and all(b'"state":"done"' in event for event in events)
+        writes = [data for data in sink.sent if data.startswith(b"event: request")]
+        assert [data.count(b"event: request") for data in writes] == [3, 2], "requests are written together"
+        assert b"".join(writes).count(b'"state":"done"') == 5
     finally:
         listener.requests.clear()
         feed.leave(listener)
+
+
+async def test_intervals_of_a_running_request_are_not_in_events(cluster: FakeCluster) -> None:
+    story, feed = Story(), cluster.services.feed
+    story.place(5)
+    story.first_token(20)
+    story.timeline.land(story.at(25))
+    story.record.intervals.extend([0.01] * 50)
+    story.tokens(50, 520)
+    event = feed._shown(story.timeline)
+    assert b'"itl_ms":null' in event and b'"output_tokens":51' in event and b'"name":"decode"' in event
+    assert waterfall.shown(story.timeline)["itl_ms"] is not None
+    story.end(530)
+    assert b'"itl_ms":{"mean":10.0' in feed._shown(story.timeline)
 
 
 async def test_open_pages_do_not_delay_the_end_of_the_server(model: Path) -> None:
