@@ -212,9 +212,9 @@ INLINE void NAME(integer_dots)(int rows, int panels, int terms, enum group_kind 
     const int lines = kind == INTEGER_4 ? 1 : 2, vectors = panels * VECTORS; /* lines: words of a column per step */
     for (long t = 0; t < group / 8; t++) {
         words low[MOST_VECTORS], high[MOST_VECTORS];
-        if (panels == 1)
-            UNROLL for (int line = 0; line < lines; line++)
-                __builtin_prefetch(codes + (lines * t + line) * PANEL + ahead, 0, 2);
+        if (ahead)
+            UNROLL for (int line = 0; line < lines * panels; line++)
+                __builtin_prefetch(codes + line / lines * apart + (lines * t + line % lines) * PANEL + ahead, 0, 2);
         UNROLL for (int v = 0; v < vectors; v++) {
             const uint32_t *from = codes + v / VECTORS * apart + lines * t * PANEL + v % VECTORS * LANES;
             low[v] = NAME(load_codes)(from);
