@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.load import results
 from bench.load.client import Target
-from bench.load.sides import CONTEXT, FIGURES, PLACES, Side, descendants, first_token, measure, memory, tandem
+from bench.load.sides import CONTEXT, FIGURES, PLACES, Side, descendants, first_token, measure, memory, ratio, tandem
 from bench.load.tokens import FileTokenizer, ordinary_ids
 from bench.peers import llamacpp
 from common import builtin
@@ -45,8 +45,9 @@ def rows(name: str, found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table for the model ``name``: what was measured, the value of each, and the ratio."""
     shown: list[tuple[str, ...]] = []
     for what, key, unit, scale in FIGURES:
-        ours, theirs = found["tandem"][key] * scale, found["llama.cpp"][key] * scale
-        shown.append((name, what, f"{ours:,.1f} {unit}", f"{theirs:,.1f} {unit}", f"{ours / theirs:.2f}"))
+        ours, theirs = found["tandem"], found["llama.cpp"]
+        values = (f"{each[key] * scale:,.1f} {unit}" for each in (ours, theirs))
+        shown.append((name, what, *values, f"{ratio(ours, theirs, key):.2f}"))
     return shown
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.goals import checkpoint
 from bench.load import results
-from bench.load.sides import FIGURES, measure, tandem
+from bench.load.sides import FIGURES, measure, ratio, tandem
 from bench.load.tokens import FileTokenizer, ordinary_ids
 from common.config.bench.quantization import BenchQuantizationConfig
 
@@ -22,7 +22,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table: the way, what was measured, the value, and its ratio to that of the first way."""
     first = next(iter(found.values()))
     return [
-        (name, what, f"{each[key] * scale:,.1f} {unit}", f"{each[key] / first[key]:.2f}")
+        (name, what, f"{each[key] * scale:,.1f} {unit}", f"{ratio(each, first, key):.2f}")
         for what, key, unit, scale in FIGURES
         for name, each in found.items()
     ]

@@ -111,6 +111,15 @@ def measure(sides: Sequence[Side], ids: list[int], rounds: int) -> dict[str, Any
     }
 
 
+def ratio(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    """Return the ratio of a figure of two sides; of rates, the median of the ratios in each round, so that a slow
+    moment of the machine counts for both."""
+    if key not in one["rounds"]:
+        return float(one[key] / other[key])
+    pairs = zip(one["rounds"][key], other["rounds"][key], strict=True)
+    return statistics.median(float(a / b) for a, b in pairs)
+
+
 def tandem(stack: ExitStack, model: str, threads: int, name: str = "tandem", flags: Sequence[str] = ()) -> Side:
     """Serve ``model`` by one colocated worker, until ``stack`` is closed."""
     flags = ["--threads", str(threads), "--max-num-seqs", str(PLACES), "--max-model-len", str(CONTEXT),
