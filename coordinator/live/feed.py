@@ -211,7 +211,9 @@ class Feed:
         event = _event("worker", change)
         for listener in self._listeners:
             listener.workers.append(event)
-        self._flush_soon()
+        if self._flushes is not None:
+            self._flushes.cancel()
+        self._flushes = self._loop.call_later(0.0, self._flush)  # the loss of a worker must be seen at once
 
     def _flush_soon(self) -> None:
         """Schedule a flush, not now: the caller may be delivering a step's tokens."""

@@ -359,6 +359,21 @@ async def test_a_page_that_does_not_read_misses_snapshots_and_gets_the_latest_of
         feed.leave(listener)
 
 
+async def test_the_loss_of_a_worker_does_not_wait_for_requests(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "FLUSH_S", 600.0)
+    feed, sink = cluster.services.feed, SlowSink()
+    listener = feed.join(sink)
+    try:
+        await cluster.post(CHAT, {**HELLO, "max_tokens": 5})
+        await until(lambda: listener.requests and feed._flushes is not None, "the end of the request waits")
+        cluster.workers[0].stop()
+        await until(lambda: any(b'"state":"lost"' in data for data in sink.sent), "the loss is sent")
+    finally:
+        feed.leave(listener)
+
+
 async def test_intervals_of_a_running_request_are_not_in_events(cluster: FakeCluster) -> None:
     story, feed = Story(), cluster.services.feed
     story.place(5)
