@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from common.checkpoint.formats import refuse_codes
+from common.checkpoint.formats import check_codes
 from common.checkpoint.preview import Preview
 from common.core.errors import StartError
 
@@ -21,8 +21,8 @@ def check_whole(found: Preview) -> None:
     model, matrices of those whose names are known. GGUF files are compared when they are opened."""
     if found.checkpoint.format.container == "gguf":
         return
-    if not found.checkpoint.format.method:
-        refuse_codes(found.checkpoint.name, ((name, tensor.kind) for name, tensor in found.tensors.items()))
+    kinds = ((name, tensor.kind) for name, tensor in found.tensors.items())
+    check_codes(found.checkpoint.name, found.checkpoint.format, kinds)
     if why := next(_faults(found, found.checkpoint.text_config), ""):
         raise StartError(
             f"cannot serve {found.checkpoint.name}", why, "download the model again, or correct config.json"

@@ -22,9 +22,9 @@ from common.checkpoint.formats import (
     GGUF,
     SAFETENSORS,
     WeightFormat,
+    check_codes,
     is_quantized,
     read_format,
-    refuse_codes,
     settings_beside,
 )
 from common.checkpoint.generation import clamp
@@ -202,9 +202,8 @@ def assemble(
     text, converted = readable_text(model, path, _vocab_size(config), trust_remote_code)
     ends, dropped = find_end_tokens(text, config, generation, _vocab_size(config))
     kind = read_format(config, model)
-    if not kind.method:
-        entries = (entry for file in weights for entry in read_header(file)[1].items())
-        refuse_codes(model, ((name, str(entry["dtype"])) for name, entry in entries))
+    entries = (entry for file in weights for entry in read_header(file)[1].items())
+    check_codes(model, kind, ((name, str(entry["dtype"])) for name, entry in entries))
     return Checkpoint(
         path=text,
         name=model,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from common.checkpoint.compressed_groups import arguments_of, groups_of, weights_of
 from common.checkpoint.json_files import read_json
 from common.checkpoint.values import shown
 from common.core.errors import StartError
@@ -112,12 +113,32 @@ def refuse_use(model: str, kind: WeightFormat, quantization: str, ranks: int) ->
         raise StartError(f"cannot split {model} among {ranks} ranks", why, "serve it with --tensor-parallel-size 1")
 
 
-def refuse_codes(model: str, tensors: Iterable[tuple[str, str]]) -> None:
-    """Raise StartError if one of the ``tensors`` (name and type) of a checkpoint that names no quantization is a weight
-    of something else than floats, whose scales would be ignored."""
+def has_codes(name: str, kind: str) -> bool:
+    """Return whether a tensor of this name and type is a weight of something else than floats."""
+    return kind not in _FLOATS and name.endswith(("weight", "qweight", "weight_packed", "_blocks"))
+
+
+def check_codes(model: str, weights: WeightFormat, tensors: Iterable[tuple[str, str]]) -> None:
+    """Raise StartError if the ``tensors`` (name and type) of a checkpoint are not of the format that its configuration
+    names: codes without a quantization, whose scales would be ignored, or only whole weights with one. vLLM does not
+    load the latter either."""
+    coded, whole = "", ""
     for name, kind in tensors:
-        if kind not in _FLOATS and name.endswith(("weight", "qweight", "weight_packed", "_blocks")):
-            raise _refused(model, f"its weights are quantized ({name} is {kind}), but no file says how")
+        if has_codes(name, kind):
+            coded = f"{name} is {kind}"
+            break
+        whole = whole or (f"{name} is {kind}" if name.endswith(".weight") else "")
+    if coded and not weights.method:
+        raise _refused(model, f"its weights are quantized ({coded}), but no file says how")
+    # the groups of compressed-tensors can be of the KV cache or of activations alone
+    named = weights_of(weights.settings) if weights.method == "compressed-tensors" else weights.method
+    if named and whole and not coded:
+        raise StartError(
+            f"cannot serve {model}",
+            f"its configuration says that its weights are quantized, in {weights.shown}, but all are whole ({whole})",
+            "remove quantization_config from config.json, and files such as quantize_config.json, to serve them as "
+            "they are, or download the quantized weights",
+        )
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -190,13 +211,8 @@ def _formats(settings: Mapping[str, Any]) -> Iterator[str]:
     sparsity = settings.get("sparsity_config")
     yield str((sparsity.get("format") if isinstance(sparsity, dict) else None) or "")
     yield str(settings.get("format") or "")
-    for group in _groups(settings):
+    for group in groups_of(settings):
         yield str(group.get("format") or "")
-
-
-def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = settings.get("config_groups")
-    return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
 
 
 def _described(method: str, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -209,19 +225,30 @@ def _described(method: str, settings: Mapping[str, Any]) -> Iterator[str]:
             if settings.get("desc_act"):
                 yield "in order of activation"
         case "compressed-tensors":
-            weights: Mapping[str, Any] = next(
-                (group["weights"] for group in _groups(settings) if group.get("weights")), {}
+            groups = dict.fromkeys(map(_described_group, weights_of(settings)))
+            yield (
+                f"compressed-tensors {'; '.join(groups)}" if groups else "compressed-tensors without quantized weights"
             )
-            kind = "float" if weights.get("type") == "float" else "integer"
-            yield f"compressed-tensors {weights.get('num_bits', '?')}-bit {kind},"
-            group = weights.get("group_size")
-            yield f"groups of {group}" if group and group > 0 else f"scales per {weights.get('strategy', 'channel')}"
         case "fp8" | "fbgemm_fp8":
             block = settings.get("weight_block_size")
             per_rest = "row" if method == "fbgemm_fp8" else "tensor"
             yield "fp8," + (f" blocks of {'×'.join(map(str, block))}" if block else f" scales per {per_rest}")
         case _:
             yield "MXFP4, groups of 32"
+
+
+def _described_group(weights: Mapping[str, Any]) -> str:
+    """Return the words that describe how a group of compressed-tensors quantizes its weights."""
+    kind, group = "float" if weights.get("type") == "float" else "integer", weights.get("group_size")
+    scales = f"groups of {group}" if group and group > 0 else f"scales per {weights.get('strategy', 'channel')}"
+    return f"{weights.get('num_bits', '?')}-bit {kind}, {scales}"
+
+
+def bits_of(settings: Mapping[str, Any], name: str) -> int:
+    """Return the bits of a code in the packed tensor ``name`` of a checkpoint with these settings."""
+    if settings.get("config_groups"):
+        return int(arguments_of(settings, name.rpartition(".")[0]).get("num_bits") or 4)
+    return int(settings.get("bits") or settings.get("w_bit") or 4)
 
 
 def _refused(model: str, why: str) -> StartError:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from common.checkpoint.formats import WeightFormat
+from common.checkpoint.formats import WeightFormat, bits_of
 from common.checkpoint.preview import Preview, Tensor
 from common.kv.layout import ELEMENT_BYTES, KvDtype
 
@@ -51,17 +51,7 @@ def _count(name: str, tensor: Tensor, weights: WeightFormat) -> int:
         return 0
     if _PACKED_INTO_BYTES.search(name):
         return 2 * tensor.size
-    return tensor.size * 32 // _bits(weights) if _PACKED_INTO_WORDS.search(name) else tensor.size
-
-
-def _bits(weights: WeightFormat) -> int:
-    """Return the bits of each packed weight."""
-    settings = weights.settings
-    groups = settings.get("config_groups")
-    if isinstance(groups, dict):
-        found = [group.get("weights") or {} for group in groups.values() if isinstance(group, dict)]
-        return next((int(each["num_bits"]) for each in found if "num_bits" in each), 4)
-    return int(settings.get("bits") or settings.get("w_bit") or 4)
+    return tensor.size * 32 // bits_of(weights.settings, name) if _PACKED_INTO_WORDS.search(name) else tensor.size
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common.checkpoint.formats import WeightFormat
+from common.checkpoint.formats import WeightFormat, bits_of
 
 if TYPE_CHECKING:
     from common.checkpoint.gguf import GgufTensor
@@ -55,23 +55,16 @@ def sizes_of_gguf(tensors: Iterable[GgufTensor]) -> Sizes:
 
 def sizes_of_safetensors(headers: Iterable[Mapping[str, Mapping[str, Any]]], weights: WeightFormat) -> Sizes:
     """Return the sizes of the tensors of safetensors files with these headers: what is no float is quantized."""
-    quantized, floats = 0, 0
+    quantized, floats = 0.0, 0
     for header in headers:
-        for entry in header.values():
+        for name, entry in header.items():
             if entry["dtype"] in _FLOATS:
                 floats += math.prod(entry["shape"])
             else:
                 first, last = entry["data_offsets"]
-                quantized += last - first
-    return Sizes(round(quantized * _WIDENED.get(_bits(weights.settings), 1.0)), floats)
-
-
-def _bits(settings: Mapping[str, Any]) -> int:
-    """Return the bits of a code in a checkpoint whose modules are all quantized alike."""
-    groups = settings.get("config_groups")
-    first: Any = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
-    bits = (first.get("weights") or {}).get("num_bits") if isinstance(first, dict) else None
-    return int(bits or settings.get("bits") or 4)
+                is_packed = not name.endswith(".weight")
+                quantized += (last - first) * (_WIDENED.get(bits_of(weights.settings, name), 1) if is_packed else 1)
+    return Sizes(round(quantized), floats)
 
 
 def rounded(headers: Iterable[Mapping[str, Mapping[str, Any]]], bits: int, tied: bool) -> Sizes:

@@ -17,7 +17,7 @@ from common.engine.parallel import Leader
 from common.kernels import cpu, triton
 from common.kv.layout import KvDtype
 from common.model.collective import Collective
-from common.model.compact import CompactLinear
+from common.model.compact import integer_formats
 from common.model.fp8 import Fp8Linear, round_linears
 from common.model.gpu_layers import fuse_gpu_layers
 from common.model.layers import fuse_layers
@@ -43,8 +43,8 @@ FEWER_WEIGHTS = "choose a smaller model, free the GPU, or run fewer workers on i
 @dataclass(frozen=True)
 class PreparedModel:
     """A model on device ``where``, and what was done to it: ``fused`` layers in C, ``packed`` linear layers, linear
-    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format; products with all of
-    them are ``exact``, or integer with those whose codes are integers. ``seen`` is what its probe found.
+    layers ``rounded`` to fp8. ``formats`` counts the matrices that stay quantized, by format; products with those of
+    the formats ``integer`` round activations, products with all others are exact. ``seen`` is what its probe found.
     ``weights`` and ``rotary`` are hashes: of all weights in the files, and of frozen rotary frequencies ("" for
     none). ``notes`` are choices in words."""
 
@@ -58,20 +58,20 @@ class PreparedModel:
     packed: int
     rounded: Sequence[Fp8Linear]
     formats: Mapping[str, int]
-    exact: bool
+    integer: frozenset[str]
     notes: list[str]
 
     @property
     def is_rounded(self) -> bool:
         """Whether results differ from those of the checkpoint's weights, since weights or activations are rounded."""
-        return self.quantization in ROUNDED or bool(self.rounded) or (bool(self.formats) and not self.exact)
+        return self.quantization in ROUNDED or bool(self.rounded) or bool(self.integer)
 
     def fingerprint(self, checkpoint: Checkpoint, kv: str) -> str:
         """Return the fingerprint of the loaded model: the checkpoint's, a dot, and the hash of all weights in its
         files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights, integer products,
         ``kv`` with scales), another dot and a hash of these changes follow."""
         quantized = "" if self.quantization == "none" else self.quantization
-        products = "integer" if self.formats and not self.exact else ""
+        products = "integer" if self.integer else ""
         made = [part for part in (self.rotary, quantized, products, kv) if part]
         loaded = f"{checkpoint.fingerprint}.{self.weights}"
         return f"{loaded}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}" if made else loaded
@@ -86,9 +86,11 @@ class PreparedModel:
             yield f"{self.packed} linear layers packed {how}"
         if self.formats:
             kept = ", ".join(f"{count} in {name}" for name, count in self.formats.items())
-            how = "exact" if self.exact else "integer (activations rounded to 8 or 16 bits)"
+            how = "integer (activations rounded to 8 or 16 bits)" if self.integer else "exact"
+            if self.integer and (others := [name for name in self.formats if name not in self.integer]):
+                how += f", exact with {', '.join(others)}"
             in_c = self.where.type == "cpu" and cpu.library() is not None
-            is_fast = in_c or (self.exact and triton.unusable(self.where.type) is None)
+            is_fast = in_c or (not self.integer and triton.unusable(self.where.type) is None)
             place = "" if is_fast else ", in torch, which is slow"
             yield f"weights stay quantized: {kept}; products are {how}{place}"
         if self.rounded:
@@ -143,7 +145,7 @@ def prepare(
             if checkpoint.format.method:
                 layers = sum(more.values())
                 notes.append(f"--quantization {quantization} changes only what was not quantized: {layers} layers")
-        exact = not any(layer.rounds for layer in model.modules() if isinstance(layer, CompactLinear))
+        integer = integer_formats(model)
         fused = fuse_layers(model) if machine.gpu is None and leader is None and not rounded else 0
         if machine.gpu is not None and not rounded:
             notes += fuse_for_gpu(model, gpu_fusion, where, ranks)
@@ -151,7 +153,7 @@ def prepare(
     detach_from_files(model)
     notes = [*remarks, *notes]
     return PreparedModel(
-        model, where, seen, quantization, weights, rotary, fused, packed, rounded, formats, exact, notes
+        model, where, seen, quantization, weights, rotary, fused, packed, rounded, formats, integer, notes
     )
 
 

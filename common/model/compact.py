@@ -161,10 +161,12 @@ class CompactLinear(nn.Module):
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def rounds(self) -> bool:
-        """Whether it rounds activations for at least one of its weights."""
-        codings = (part.stated["coding"] if isinstance(part, Panels) else part.coding for part in self.parts)
-        return not self.exact and "int" in codings
+    def integer_formats(self) -> set[str]:
+        """The formats of the weights for which it rounds activations."""
+        if self.exact:
+            return set()
+        codings = ((part.stated["coding"] if isinstance(part, Panels) else part.coding) for part in self.parts)
+        return {part.source for part, coding in zip(self.parts, codings, strict=True) if coding == "int"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.rows(x.reshape(-1, self.in_features))
@@ -280,6 +282,12 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight, terms: int = 1) 
     if order is not None:
         rounded = torch.empty_like(rounded).index_copy_(1, order, rounded)
     return rounded[:, :columns]
+
+
+def integer_formats(model: nn.Module) -> frozenset[str]:
+    """Return the formats of the weights in ``model`` with which products round activations."""
+    layers = (module for module in model.modules() if isinstance(module, CompactLinear))
+    return frozenset().union(*(layer.integer_formats for layer in layers))
 
 
 def weight_bytes(model: nn.Module) -> int:

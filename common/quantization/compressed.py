@@ -8,13 +8,13 @@ along its rows if the weight is packed. ``weight_g_idx`` is the group of each in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from common.checkpoint.compressed_groups import arguments_of
 from common.core.errors import StartError
 from common.quantization.fp8 import DROPPED, read_fp8, scales_of_rows
 from common.quantization.groups import Grouped, regroup
@@ -33,7 +33,7 @@ def open_compressed(files: TensorFiles, settings: Mapping[str, Any]) -> WeightSo
     compact, used = dict[str, Make](), list[str]()
     packed = set(files.modules("weight_packed"))
     for module in sorted(packed | set(files.modules("weight_scale"))):
-        arguments = _arguments(settings, module)
+        arguments = arguments_of(settings, module)
         if module in packed:
             mxfp4 = files.dtype(f"{module}.weight_packed") == "U8"
             make = partial(_read_mxfp4, files, module) if mxfp4 else partial(_read_packed, files, module, arguments)
@@ -58,7 +58,7 @@ def open_compressed(files: TensorFiles, settings: Mapping[str, Any]) -> WeightSo
 def _read_packed(files: TensorFiles, module: str, arguments: Mapping[str, Any]) -> QuantizedWeight:
     words = files.read(f"{module}.weight_packed")
     out, columns = map(int, files.read(f"{module}.weight_shape").tolist())
-    bits = int(arguments.get("num_bits", 4))
+    bits = int(arguments.get("num_bits") or 4)
     wide = -(-columns * bits // 32)
     if words.shape == (out, wide):
         padded = torch.nn.functional.pad(words, (0, -wide % bits))  # to whole streams of 32 codes
@@ -129,20 +129,3 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
     if isinstance(block, str):
         block = block.lower().split("x")
     return (int(block[0]), int(block[1])) if block else None
-
-
-def _arguments(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return how the weight of ``module`` is quantized: by the group that has its name, else by one whose pattern fits
-    it, else by that of all linear layers, else by one of another class."""
-    groups = settings.get("config_groups")
-    named, fitting, of_class = list[Mapping[str, Any]](), list[Mapping[str, Any]](), dict[str, Mapping[str, Any]]()
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights: Mapping[str, Any] = group.get("weights") or {}
-        for target in group.get("targets") or ():
-            if module == target or module.endswith(f".{target}"):
-                named.append(weights)
-            elif target.startswith("re:") and re.match(target[3:], module):
-                fitting.append(weights)
-            elif target[:1].isupper():
-                of_class.setdefault(target, weights)
-    return next(iter([*named, *fitting]), None) or of_class.get("Linear") or next(iter(of_class.values()), {})

@@ -15,7 +15,7 @@ from common.checkpoint.files import open_checkpoint
 from common.checkpoint.formats import SAFETENSORS, read_format
 from common.checkpoint.support import architecture_of, refuse_unsupported
 from common.core.errors import StartError
-from tests.checkpoints.makers import bytes_tokenizer, write
+from tests.checkpoints.makers import bytes_tokenizer, safetensors_of, write
 from tests.e2e.system import tandem
 
 
@@ -123,6 +123,30 @@ def test_codes_that_no_file_describes_are_refused(tmp_path: Path) -> None:
     header = json.dumps({"model.layers.0.mlp.up_proj.weight": entry}).encode()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     assert "up_proj.weight is F8_E4M3" in refusal(path)
+
+
+WHOLE = [
+    quantized(quant_method="gptq", bits=4, group_size=128),
+    quantized(quant_method="awq", bits=4, group_size=128),
+    quantized(quant_method="fp8"),
+    quantized(quant_method="compressed-tensors", config_groups={"group_0": {"weights": PACKED}}),
+]
+
+
+@pytest.mark.parametrize("fields", WHOLE)
+def test_whole_weights_that_the_configuration_calls_quantized(fields: dict[str, Any], tmp_path: Path) -> None:
+    """They were served unquantized without a word; vLLM fails to load them."""
+    path, name = write(tmp_path, {"config.json": fields}, {}), "model.layers.0.mlp.up_proj.weight"
+    (path / "model.safetensors").write_bytes(safetensors_of(name))
+    said = refusal(path)
+    assert f"all are whole ({name} is F32)" in said and "remove quantization_config from config.json" in said
+
+
+def test_whole_weights_with_scales_of_the_kv_cache_alone(tmp_path: Path) -> None:
+    fields = quantized(quant_method="compressed-tensors", config_groups={}, kv_cache_scheme={"num_bits": 8})
+    path = write(tmp_path, {"config.json": fields}, {})
+    (path / "model.safetensors").write_bytes(safetensors_of("model.layers.0.mlp.up_proj.weight"))
+    assert open_checkpoint(str(path)).format.shown == "compressed-tensors without quantized weights"
 
 
 def test_no_quantization_is_safetensors() -> None:
