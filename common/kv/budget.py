@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from common.core.errors import StartError
 from common.kv.layout import KvLayout
 
+SHORTEST_CONTEXT = 32
+"""Fewest tokens of context that are served: each start checks the model on as many."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -30,6 +33,23 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def check_length(model_length: int, max_model_len: int | None, limit: int, scaling: str = "") -> None:
+    """Raise StartError if ``max_model_len``, or without one the model's own context ``model_length``, is too short to
+    be served, or longer than ``limit``. ``scaling``: why that is longer than the model's own."""
+    wanted = max_model_len or model_length
+    made = f"the model was made for {model_length:,}" + (f"; {scaling}" if scaling else "")
+    if wanted > limit:
+        raise StartError(f"cannot serve {wanted:,} tokens of context", made, f"use --max-model-len {limit} or less")
+    if wanted < SHORTEST_CONTEXT:
+        raise StartError(
+            f"cannot serve {wanted:,} tokens of context",
+            f"each start checks the model on {SHORTEST_CONTEXT} tokens" + ("" if max_model_len else f", and {made}"),
+            f"use --max-model-len {SHORTEST_CONTEXT} or more"
+            if limit >= SHORTEST_CONTEXT
+            else "correct the length in its config.json, or choose another model",
+        )
+
+
 def fit(
     layout: KvLayout,
     model_length: int,
@@ -44,16 +64,11 @@ def fit(
 
     ``model_length`` is the model's own context in tokens, ``limit`` the longest allowed ``max_model_len`` (default: the
     model's own), ``scaling`` why that is longer (:func:`common.checkpoint.context.limit`). Raises StartError if
-    ``max_model_len`` exceeds it or if one full-length request does not fit.
+    ``max_model_len`` exceeds it or is below :data:`SHORTEST_CONTEXT`, or if one full-length request does not fit.
     """
     blocks = num_kv_blocks or kv_bytes // layout.block_bytes
     limit = limit or model_length
-    if max_model_len is not None and max_model_len > limit:
-        raise StartError(
-            f"cannot serve {max_model_len:,} tokens of context",
-            f"the model was made for {model_length:,}" + (f"; {scaling}" if scaling else ""),
-            f"use --max-model-len {limit} or less",
-        )
+    check_length(model_length, max_model_len, limit, scaling)
     room = blocks * layout.block_size
     wanted = max_model_len if max_model_len is not None else min(model_length, room)
     if wanted > room or wanted < 2:

@@ -20,11 +20,12 @@ from common.attention.interface import ATTENTION, LayerCall, Params, bind
 from common.attention.torch_reference import attend_one
 from common.checkpoint.files import Checkpoint
 from common.core.errors import StartError
+from common.kv.budget import SHORTEST_CONTEXT
 from common.kv.layout import LayerLayout
 from common.model.linears import marking_read_weights
 from common.model.masks import MaskRecorder, declared_window, difference
 
-PROBE_TOKENS = 32
+PROBE_TOKENS = SHORTEST_CONTEXT
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest accepted difference of logits, by their dtype. The difference of a row is the root mean square over the
 vocabulary, divided by the standard deviation of the row's logits; the median over rows counts."""

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from common.checkpoint.files import Checkpoint
 from common.config.coordinator import CoordinatorConfig
-from common.core.errors import RequestError, StartError
+from common.core.errors import RequestError
+from common.kv.budget import check_length
 from common.kv.prefix import Chain, chain_root
 from coordinator.api.delta_encoder import encode
 from coordinator.api.fields import JsonBudget, refuse
@@ -64,7 +65,7 @@ def product_version() -> str:
 
 
 class ServedModel:
-    """One served model and its name. Raises StartError if the configured context is longer than the model's."""
+    """One served model and its name. Raises StartError if the configured context is too long or too short."""
 
     def __init__(self, checkpoint: Checkpoint, config: CoordinatorConfig, workers: Registry) -> None:
         self.checkpoint, self.workers = checkpoint, workers
@@ -80,13 +81,7 @@ class ServedModel:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.rules = SamplingRules(checkpoint, self.text, lambda: self.context_length)
         self._limit = min(config.max_model_len or checkpoint.position_limit, checkpoint.position_limit)
-        if config.max_model_len and config.max_model_len > checkpoint.position_limit:
-            raise StartError(
-                f"--max-model-len {config.max_model_len} is too long",
-                f"{self.name} was made for {checkpoint.max_position:,} tokens"
-                + (f"; {checkpoint.scaling}" if checkpoint.scaling else ""),
-                f"give at most {checkpoint.position_limit}",
-            )
+        check_length(checkpoint.max_position, config.max_model_len, checkpoint.position_limit, checkpoint.scaling)
         parsers = f"{config.tool_call_parser} {config.reasoning_parser}"  # calls are constrained to their format
         self._settings = f"{self.rules.defaults}{config.chat_template}{self._limit}{parsers}"
         self._most_repeated = config.max_body_bytes

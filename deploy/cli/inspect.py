@@ -20,9 +20,8 @@ def run(config: InspectConfig) -> int:
     """Print the answer. Raises StartError if the model cannot be opened or served; with ``--json`` that is an object
     with ``served`` false, and exit code 1."""
     try:
-        found = inspect(
-            preview(smollm2.resolved(config.model) or str(path()), config.revision, config.trust_remote_code)
-        )
+        opened = preview(smollm2.resolved(config.model) or str(path()), config.revision, config.trust_remote_code)
+        found = inspect(opened, config.max_model_len)
     except StartError as error:
         if not config.json:
             raise

@@ -142,7 +142,7 @@ def _cluster_keys(config: UpConfig) -> Iterator[Finding]:
 def checkpoint(config: UpConfig, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Yield whether the model can be served, and whether its workers fit into memory."""
     model = smollm2.resolved(config.model) or str(path())
-    found = inspect(preview(model, config.revision, config.trust_remote_code))
+    found = inspect(preview(model, config.revision, config.trust_remote_code), config.max_model_len)
     name = config.model or NAME
     large = found.parameters >= 1e9
     parameters = f"{found.parameters / (1e9 if large else 1e6):.3g} {'billion' if large else 'million'} parameters"

@@ -12,10 +12,11 @@ from typing import Any
 
 from common.checkpoint.complete import check_whole
 from common.checkpoint.end_tokens import EndToken
-from common.checkpoint.files import Checkpoint
+from common.checkpoint.formats import has_codes
 from common.checkpoint.parameters import PLAIN_KINDS, count_parameters, weight_bytes
 from common.checkpoint.preview import Preview
 from common.checkpoint.sizes import GGUF_BITS
+from common.kv.budget import check_length
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout
 from common.platform import memory
 from common.platform.device import Device, choose, choose_dtype
@@ -30,6 +31,10 @@ FUSED_TYPES = frozenset(
     ("cwm granite granite_swa internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen3 seed_oss").split()
 )
 """Model types whose decoder layers are of the shape of :mod:`common.model.layers`."""
+
+
+EXACT_KINDS = frozenset(("F8_E4M3", "U8", "MXFP4", "IQ4_NL", "IQ4_XS"))
+"""Types of tensors whose codes are no integers, so that products with them are always exact; U8 has MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,18 @@ class Inspection:
     notes: tuple[str, ...]
 
 
-def inspect(found: Preview) -> Inspection:
-    """Describe a checkpoint, as one worker on this machine would serve it. Raises StartError if its weights are not
-    whole, if its tokenizer or its chat template cannot be used, or if this machine cannot compute with it."""
+def inspect(found: Preview, max_model_len: int | None = None) -> Inspection:
+    """Describe a checkpoint, as one worker on this machine would serve it with requests of up to ``max_model_len``
+    tokens (default: the model's own context). Raises StartError if its weights are not whole, if its tokenizer or its
+    chat template cannot be used, if its context is too short or ``max_model_len`` out of range, or if this machine
+    cannot compute with it."""
     from coordinator.text.templates import template_sources
     from coordinator.text.tokenizer import TextModel  # imports the tokenizers library
 
     checkpoint, config = found.checkpoint, found.checkpoint.text_config
     check_whole(found)
+    check_length(checkpoint.max_position, max_model_len, checkpoint.position_limit, checkpoint.scaling)
+    length = max_model_len or checkpoint.max_position
     machine, _ = choose("auto")
     dtype, reason = choose_dtype("auto", found.dtype, machine)
     text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
@@ -107,9 +116,9 @@ def inspect(found: Preview) -> Inspection:
         dtype_reason=reason,
         weight_bytes=weights,
         kv_bytes_per_token=None if layout is None else layout.token_bytes,
-        memory=() if layout is None else tuple(_memory(checkpoint, layout, weights)),
+        memory=() if layout is None else tuple(_memory(length, layout, weights)),
         free_bytes=memory.free_memory() if machine.gpu is None else machine.gpu.free_bytes,
-        context=checkpoint.max_position,
+        context=length,
         longest_context=checkpoint.position_limit,
         scaling=checkpoint.scaling,
         end_tokens=checkpoint.end_tokens,
@@ -123,10 +132,9 @@ def inspect(found: Preview) -> Inspection:
     )
 
 
-def _memory(checkpoint: Checkpoint, layout: KvLayout, weights: int) -> Iterator[Memory]:
-    """Yield the memory of a worker at each context and batch."""
-    own = checkpoint.max_position
-    for tokens in (*(each for each in CONTEXTS if each < own), own):
+def _memory(longest: int, layout: KvLayout, weights: int) -> Iterator[Memory]:
+    """Yield the memory of a worker at each context up to the ``longest``, and each batch."""
+    for tokens in (*(each for each in CONTEXTS if each < longest), longest):
         blocks = layout.blocks_for(tokens)
         for requests in BATCHES:
             yield Memory(tokens, requests, weights + blocks * layout.block_bytes * requests + PROCESS_BYTES)
@@ -153,7 +161,16 @@ def _fast(found: Preview, machine: Device) -> Iterator[str]:
     if checkpoint.config.get("model_type") in FUSED_TYPES:
         yield "decoder layers in C, all in one call per step"
     if quantized:
-        yield "weights stay quantized in memory, and are multiplied in C"
+        yield f"weights stay quantized in memory, and are multiplied in C{_roundings(found)}"
+
+
+def _roundings(found: Preview) -> str:
+    """Return for which weights products on a CPU round activations, unless they are asked to be exact."""
+    kinds = dict.fromkeys(each.kind for name, each in found.tensors.items() if has_codes(name, each.kind))
+    exact = [kind for kind in kinds if kind in EXACT_KINDS]
+    if len(exact) == len(kinds):
+        return ", exactly"
+    return "; activations are rounded to 8 or 16 bits" + (f", but not for {', '.join(exact)}" if exact else "")
 
 
 def _slow(found: Preview, machine: Device, dtype: KvDtype, has_experts: bool) -> Iterator[str]:

@@ -214,6 +214,12 @@ def test_a_pool_is_sized_in_words() -> None:
     with pytest.raises(StartError, match="was made for 4,096"):
         fit(LAYOUT, 4096, 5000, kv_bytes=1 << 30)
     assert fit(LAYOUT, 512, 2000, kv_bytes=1 << 30, limit=2048).max_model_len == 2000
+    assert fit(LAYOUT, 512, 32, kv_bytes=1 << 30).max_model_len == 32
+    with pytest.raises(StartError, match="cannot serve 31 tokens") as caught:
+        fit(LAYOUT, 512, 31, kv_bytes=1 << 30)
+    assert caught.value.todo == "use --max-model-len 32 or more"
+    with pytest.raises(StartError, match="the model was made for 8"):
+        fit(LAYOUT, 8, None, kv_bytes=1 << 30)
 
 
 def test_bytes_are_readable() -> None:

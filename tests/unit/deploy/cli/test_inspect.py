@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from common.checkpoint.files import open_checkpoint
 from common.checkpoint.preview import Preview, preview
+from common.config.up import UpConfig
 from common.core.errors import StartError
 from deploy.cli import inspect as command
 from deploy.cli.main import main
 from deploy.launcher import inspection
-from deploy.launcher.preflight import PROCESS_BYTES
+from deploy.launcher.gpus import Place
+from deploy.launcher.preflight import PROCESS_BYTES, check_memory
 from tests.checkpoints.makers import bytes_tokenizer, write
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, POSITIONS = 64, 3, 4, 2, 300, 40_000
@@ -83,6 +86,27 @@ def test_memory_at_each_context_and_batch(directory: Path) -> None:
     assert {requests for _, requests in table} == {1, 8, 32}
     for (tokens, requests), total in table.items():
         assert total == found.weight_bytes + requests * tokens * TOKEN_BYTES + PROCESS_BYTES
+
+
+@pytest.mark.parametrize(("own", "asked"), [(POSITIONS, 8), (POSITIONS, 31), (POSITIONS, POSITIONS + 1), (8, None)])
+def test_a_context_out_of_range_is_refused_as_by_up(
+    own: int, asked: int | None, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": own}))
+    flags = [] if asked is None else ["--max-model-len", str(asked)]
+    assert main(["inspect", str(directory), *flags]) == 1
+    said = capsys.readouterr().err
+    with pytest.raises(StartError) as caught:
+        check_memory(open_checkpoint(str(directory)), UpConfig(model=str(directory), max_model_len=asked), 1, [Place()])
+    assert f"cannot serve {asked or own:,} tokens of context" in said
+    assert caught.value.what in said and caught.value.why in said and caught.value.todo in said
+
+
+def test_memory_up_to_a_context_of_choice(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(directory), "--max-model-len", "3000", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["context"] == 3000 and answer["longest_context"] == POSITIONS
+    assert {each["tokens"] for each in answer["memory"]} == {2048, 3000}
 
 
 def test_scaled_context(directory: Path) -> None:
