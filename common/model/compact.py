@@ -32,6 +32,8 @@ SMALLEST_GROUP = 32
 """Fewest columns of an activation that share a scale."""
 TERM_RATIO = 254
 """``TERM_RATIO`` of groups.h: steps of the second of two terms in one of the first."""
+SMALLEST_INPUT = 1e-36
+"""``SMALLEST_INPUT`` of groups.h: activations of a group that are all smaller count as zeros."""
 MOST_PARTS = 4
 """``MAX_PARTS`` of groups.h: weights of a joined layer."""
 _CODINGS = {"int": 0, "e4m3": 1, "table": 2}
@@ -274,7 +276,7 @@ def round_activations(x: torch.Tensor, weight: QuantizedWeight, terms: int = 1) 
         values = values[:, order]
     groups = functional.pad(values, (0, -width % size)).unflatten(1, (-1, size))
     most = groups.abs().amax(2, keepdim=True)
-    groups = groups * torch.where(most == 0, 0.0, 127 / most)
+    groups = groups * torch.where(most < SMALLEST_INPUT, 0.0, most.new_tensor(127) / most)  # 127 / most is not exact
     codes = groups.round().clamp_(-127, 127)
     if terms > 1:
         codes += ((groups - codes) * TERM_RATIO).round_() / TERM_RATIO

@@ -16,6 +16,7 @@
 #define MIN_INPUT_GROUP 32    /* fewest activations that share a scale */
 #define MAX_GROUP 128         /* most columns of a group */
 #define TERM_RATIO 254        /* what rounding leaves is at most half a step of the scale: 127 of these */
+#define SMALLEST_INPUT 1e-36f /* groups of smaller activations count as zeros: 127 divided by them may be infinite */
 #define MAX_PARTS 4           /* most weights of a product */
 #define INPUT_BYTES (768 << 10) /* of packed rows that meet one panel after the other and stay in L2 */
 #define MIN_INPUT_ROWS 16     /* rows that are packed at a time, at least */

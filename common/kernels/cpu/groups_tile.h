@@ -117,7 +117,7 @@ INLINE void NAME(pack_some)(const struct groups *weight, long first, long each, 
     else {
         float most = NAME(largest)(some, each);
         scale = most / 127;
-        factor = most == 0 ? 0 : 127 / most;
+        factor = most < SMALLEST_INPUT ? 0 : 127 / most;
     }
     sums += first / group;
     for (long k = 0; k < each; k += group) {

@@ -239,12 +239,31 @@ def test_rows_that_are_not_contiguous(variant: str) -> None:
     assert torch.equal(linear(turned), linear(turned.contiguous()))
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_what_is_not_a_number_stays_so(variant: str, exact: bool) -> None:
-    x = some(3, COLUMNS)
-    x[1, 5], x[2, 7] = float("nan"), float("inf")
-    found = CompactLinear(weight_of("int8", 16), None, torch.float32, exact=exact)(x)
-    assert bool(found[0].isfinite().all()) and not bool(found[1:].isfinite().any())
+@pytest.mark.parametrize(("exact", "terms"), [(True, 1), (False, 1), (False, 2)])
+def test_what_is_not_a_number_stays_so(variant: str, exact: bool, terms: int) -> None:
+    """In its row: others have the bits that they have without it."""
+    x, bad = some(30, COLUMNS), [1, 7, 29]
+    linear = CompactLinear(weight_of("int8", 40), None, torch.float32, exact=exact).changed(exact=exact, terms=terms)
+    good = [row for row in range(len(x)) if row not in bad]
+    expected = linear(x)[good]
+    x[1, 5], x[7, 9], x[29, 7] = float("nan"), float("-inf"), float("inf")
+    found = linear(x)
+    assert torch.equal(found[good], expected) and not bool(found[bad].isfinite().any())
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_groups_of_tiny_activations_count_as_zeros(variant: str, terms: int) -> None:
+    """By C and by torch: 127 divided by the largest of them is infinite."""
+    weight, x = weight_of("minima", 16), some(2, COLUMNS)
+    x[0, :32] = 0
+    x[0, 3], x[0, 4] = 1e-38, -1e-42
+    rounded = round_activations(x, weight, terms)
+    assert bool((rounded[0, :32] == 0).all()) and bool((rounded[1] != 0).any())
+    linear = CompactLinear(weight, None, torch.float32, exact=False).changed(terms=terms)
+    assert error(linear(x), product(weight, x, False, terms)) < 2e-6
+    zeros = x.clone()
+    zeros[0, :32] = 0
+    assert torch.equal(linear(x), linear(zeros))
 
 
 @pytest.mark.parametrize("kind", KINDS)
