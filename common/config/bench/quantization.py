@@ -15,9 +15,12 @@ KNOWN = ("none", "int8", "int4")
 class BenchQuantizationConfig(SaveOption):
     """``tandem bench quantization``: a checkpoint served as it is and with its weights quantized, in turn."""
 
-    model: str = field(metadata=positional("checkpoint; without it, a Llama of random weights", "model", "generated"))
-    ways: str = option("none,int8,int4", f"values of --quantization, the first compared with: {', '.join(KNOWN)}", TEXT,
-                       "model")  # fmt: skip
+    model: str = field(
+        metadata=positional("model, as for tandem up; without it, a Llama of random weights", "model", "generated")
+    )
+    ways: str = option(
+        "none,int8,int4", "values of --quantization to measure; others are compared with the first", TEXT, "model"
+    )
     threads: int = option(2, "compute threads of each server", count(1, 4096), "cores")
     rounds: int = option(3, "rounds, of which the medians are shown", count(1), "load")
 

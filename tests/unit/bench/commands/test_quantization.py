@@ -24,4 +24,5 @@ def test_ratios_are_to_the_first_way() -> None:
     shown = {(name, what): (value, ratio) for name, what, value, ratio in rows(found)}
     assert shown["int8", "decode, one stream"] == ("150.0 tokens/s", "1.50")
     assert shown["int8", "memory of all processes"] == ("4.0 MiB", "0.50")
+    assert not any(what.startswith("start") for _, what in shown), "there is one start of each"
     assert {ratio for (name, _), (_, ratio) in shown.items() if name == "none"} == {"1.00"}
