@@ -162,16 +162,18 @@ def test_activations_in_16_bits(variant: str, kind: str, rows: int, group: int) 
     assert torch.equal(torch.cat([linear(row[None]) for row in x]), found)
 
 
-@pytest.mark.parametrize("terms", [(1, 2), (2, 1), (2, 2)])
-def test_parts_with_8_and_16_bits_per_activation(variant: str, terms: tuple[int, int], threads: int) -> None:
-    """Joined products, and a gate and its values, have the bits of their parts alone."""
-    weights, x = [weight_of("minima", 32), weight_of("two levels", 32)], some(21, COLUMNS)
+@pytest.mark.parametrize("terms", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("rows", [21, 37])
+def test_parts_with_8_and_16_bits_per_activation(variant: str, terms: tuple[int, int], rows: int, threads: int) -> None:
+    """Joined products have the bits of their parts alone, and a gate and its values depend on no other row."""
+    weights, x = [weight_of("minima", 48), weight_of("two levels", 48)], some(rows, COLUMNS)
     alone = [CompactLinear(weight, None, torch.float32, exact=False) for weight in weights]
     parts = [layer.changed(terms=each)(x) for layer, each in zip(alone, terms, strict=True)]
     joined = CompactLinear.joined(weights, [None] * 2, torch.float32, exact=False, terms=terms)
     assert torch.equal(joined(x), torch.cat(parts, 1))
     gated = CompactLinear.joined(weights, [None] * 2, torch.float32, exact=False, activation="silu", terms=terms)
     assert error(gated(x), ACTIVATIONS["silu"](parts[0].double()) * parts[1]) < 1e-5
+    assert torch.equal(torch.cat([gated(row[None]) for row in x]), gated(x))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -214,9 +216,9 @@ def test_parts_that_share_packed_activations(variant: str, exact: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_row_depends_neither_on_others_nor_on_threads(variant: str, kind: str, exact: bool) -> None:
-    """With so many columns that only 16 rows are packed at a time."""
-    columns = 8192
-    linear = CompactLinear(weight_of(kind, 50, 128, columns), None, torch.float32, exact=exact)
+    """With so many columns that only some of the rows are packed at a time."""
+    columns = 24576
+    linear = CompactLinear(weight_of(kind, 20, 128, columns), None, torch.float32, exact=exact)
     x, before = some(37, columns), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
