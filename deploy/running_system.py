@@ -25,8 +25,8 @@ class Answers(NamedTuple):
 
     @property
     def empty_pools(self) -> list[str]:
-        """The roles of pools without a worker: those that are configured. If none is, prefill and decode, unless
-        requests are served all the same."""
+        """The roles whose configured pools have no worker. Where no pool is configured and requests are not served,
+        the roles of prefill and decode count as configured."""
         present = {worker["role"] for worker in self.workers}
         wanted = [role for role, size in self.expected.items() if size]
         if not wanted and self.not_ready and "colocated" not in present:

@@ -221,7 +221,7 @@ class Timing(Message, tag="timing"):
     """Figures that a worker measured about one request; the suffix of a name is its unit (ms, bytes, tokens).
 
     The worker that computes a prompt, and behind it the output of earlier attempts, sends queue_ms, prefill_ms and
-    cached_tokens just before its first token, with the ``chunks`` in which all that was computed. Prefill sends
+    cached_tokens just before its first token, with the ``chunks`` that were computed until then. Prefill sends
     transfer_ms, transfer_exposed_ms and kv_bytes once decode has accepted. Decode sends decode_wait_ms with its first
     step and repeats those that prefill sent before token 1, since decode's whole answer can overtake prefill's
     messages, which take another connection. ``link`` is the transport used, "" for none.

@@ -41,7 +41,7 @@ class Counters(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """``intervals``: those between tokens, since the start."""
+    """The counts at one time, with the ``intervals`` between tokens since the start."""
 
     counters: Counters
     intervals: Buckets
