@@ -10,13 +10,23 @@ from pathlib import Path
 from tests.pace import scaled
 
 
-def running_threads() -> set[int]:
-    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment, and while it ends
-    the kernel may leave out those that were started after it: so a list counts if the next one is the same."""
-    before, found = set[str](), set(os.listdir("/proc/self/task"))
-    while found != before:
-        before, found = found, set(os.listdir("/proc/self/task"))
-    return set(map(int, found))
+def running_threads(seconds: float = 5.0) -> set[int]:
+    """Return the kernel ids of this process's threads. A joined thread may stay listed for a moment.
+
+    While one ends the kernel may leave out those that were started after it: so a list counts if it has as many as the
+    kernel counts, before and behind it."""
+    deadline = time.monotonic() + scaled(seconds)
+    while True:
+        before, found, behind = _count(), os.listdir("/proc/self/task"), _count()
+        if before == len(found) == behind:
+            return set(map(int, found))
+        assert time.monotonic() < deadline, f"{len(found)} threads are listed, {behind} counted"
+        time.sleep(0.001)
+
+
+def _count() -> int:
+    """Return the number of threads of this process."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[17])
 
 
 def started_by_libzmq(before: set[int], count: int, seconds: float = 5.0) -> set[int]:
