@@ -287,7 +287,7 @@ def smollm2(folder: Path) -> list[str]:
             name, f"{each['perplexity']:.3f}", f"{each['perplexity'] / exact - 1:+.2%} ± {each['uncertainty']:.2%}",
             f"{each['same_token']:.2%}", f"{each['divergence']:.1e}",
         )
-        for name in ("float32", "bfloat16", "integer", "integer, bfloat16")
+        for name in ("float32", "bfloat16", "integer", "integer, bfloat16", "fp8 KV")
         for each in [kept[name]]
     ]  # fmt: skip
     return markdown(("computed in", "perplexity", "change", "same most likely token", "divergence, nats"), rows)
