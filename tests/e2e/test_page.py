@@ -3,6 +3,7 @@ waterfall of a migrated request shows where it was."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,18 @@ playwright = pytest.importorskip("playwright.async_api")
 
 LOSS_IS_SEEN_S = 2.0
 STREAM = '{"min_tokens": 600, "max_tokens": 600}'
-"""Fields of a request whose answer takes a second or more."""
+"""Fields of a request whose answer arrives in many pieces."""
+WATCH = """() => new MutationObserver((_, observer) => {
+    if (document.querySelector(".turn.assistant[aria-busy=true] .text")?.textContent) {
+        observer.disconnect();
+        window.answerBegan();
+    }
+}).observe(document.body, {subtree: true, childList: true, attributes: true, characterData: true})"""
+"""Calls ``answerBegan`` once text is shown of an answer that is not over."""
+
+HELD = """() => [...document.querySelectorAll("[data-worker=decode-0] .kv i")]
+    .some((bar) => parseFloat(bar.style.width))"""
+"""Whether the page shows blocks of decode-0 that are held or cached, as those of an answer are."""
 
 
 async def ask(page: Any, text: str, fields: str) -> None:
@@ -30,6 +42,15 @@ async def ask(page: Any, text: str, fields: str) -> None:
     await page.fill("#p-other", fields)
     await page.fill("#prompt", text)
     await page.press("#prompt", "Enter")
+
+
+async def beginning(page: Any) -> asyncio.Event:
+    """Return an event that is set once text is shown of the next answer, while it is not over. Playwright itself looks
+    too seldom: an answer of hundreds of tokens may be over in between."""
+    began = asyncio.Event()
+    await page.expose_function("answerBegan", began.set)
+    await page.evaluate(WATCH)
+    return began
 
 
 async def worker_of(system: RunningSystem, name: str) -> dict[str, Any]:
@@ -45,10 +66,11 @@ async def test_a_chat_streams_and_a_killed_worker_turns_red_and_comes_back(
     with RunningSystem.up(tmp_path, checkpoint("llama")) as system:
         async with open_page(system.url) as page:
             await playwright.expect(page.locator("#model")).to_have_text(system.name)
+            began = await beginning(page)
             await ask(page, "hello", STREAM)
             answer = page.locator(".turn.assistant")
-            await playwright.expect(page.locator(".turn.assistant[aria-busy=true] .text")).not_to_be_empty()
             await playwright.expect(answer).to_have_attribute("aria-busy", "false")
+            assert began.is_set(), "it was shown while it was not over"
             await playwright.expect(answer.locator(".facts")).to_contain_text("600 tokens")
             await playwright.expect(answer.locator(".facts")).to_contain_text("prefill-0 → decode-0")
 
@@ -56,8 +78,9 @@ async def test_a_chat_streams_and_a_killed_worker_turns_red_and_comes_back(
             card = page.locator("[data-worker=decode-0]")
             await playwright.expect(card).to_have_attribute("data-state", "ready")
             await playwright.expect(page.locator(".kv")).to_have_count(2)
+            await page.wait_for_function(HELD, timeout=scaled(10_000))  # the next snapshot has them
             bars = await card.locator(".kv i").evaluate_all("(bars) => bars.map((bar) => parseFloat(bar.style.width))")
-            assert len(bars) == 2 and 0 < sum(bars) <= 100, "the blocks of the answer are cached"
+            assert len(bars) == 2 and 0 < sum(bars) <= 100
 
             before = await worker_of(system, "decode-0")
             psutil.Process(before["pid"]).kill()
@@ -78,8 +101,9 @@ async def test_the_waterfall_of_a_migrated_request_shows_both_workers_and_the_ga
     with RunningSystem.up(tmp_path, checkpoint("llama"), "--decode", "2") as system:
         async with open_page(system.url) as page:
             pids = {name: (await worker_of(system, name))["pid"] for name in ("decode-0", "decode-1")}
+            began = await beginning(page)
             await ask(page, "hello", STREAM.replace("600", "1500"))
-            await playwright.expect(page.locator(".turn.assistant[aria-busy=true] .text")).not_to_be_empty()
+            await asyncio.wait_for(began.wait(), scaled(10.0))
             first = await decoding(system)
             psutil.Process(pids[first]).kill()
             answer = page.locator(".turn.assistant")
