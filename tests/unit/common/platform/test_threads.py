@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -139,20 +140,34 @@ def test_answering_at_once_uses_real_time_scheduling_in_block_only() -> None:
     assert behind == usual
 
 
+POLICIES = """
+import os, threading
+from common.net.sockets import Channels
+from tests.threads import running_threads, started_by_libzmq
+
+def policies(kv, at_once):
+    before = running_threads()
+    channels = Channels(at_once=at_once)
+    started = first = started_by_libzmq(before, 2)
+    socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
+    if kv:
+        started = started_by_libzmq(before | first, 2)
+    print(*{os.sched_getscheduler(each) for each in started})
+    socket.close()
+    channels.close()
+
+for kv, at_once in ((False, True), (True, True), (False, False)):
+    thread = threading.Thread(target=policies, args=(kv, at_once))
+    thread.start()
+    thread.join()
+"""
+"""Prints the scheduling policies of libzmq's threads for control messages, and of those for KV, in a process that has
+no others."""
+
+
 @needs_slices
+@pytest.mark.processes
 def test_control_messages_are_passed_on_at_once_where_that_is_wanted_and_kv_never() -> None:
-    found = []
-
-    def policies(kv: bool, at_once: bool) -> None:
-        before = running_threads()
-        channels = Channels(at_once=at_once)
-        first = started_by_libzmq(before, 2)
-        socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
-        started = started_by_libzmq(before | first, 2) if kv else first
-        found.append({os.sched_getscheduler(each) for each in started})
-        socket.close()
-        channels.close()
-
-    for kv, at_once in ((False, True), (True, True), (False, False)):
-        in_thread(lambda kv=kv, at_once=at_once: policies(kv, at_once))
-    assert found == [{os.SCHED_RR if real_time_is_allowed() else os.SCHED_OTHER}, {os.SCHED_OTHER}, {os.SCHED_OTHER}]
+    done = subprocess.run([sys.executable, "-c", POLICIES], capture_output=True, text=True, timeout=60, check=True)
+    wanted = os.SCHED_RR if real_time_is_allowed() else os.SCHED_OTHER
+    assert done.stdout.split() == [str(wanted), str(os.SCHED_OTHER), str(os.SCHED_OTHER)]
