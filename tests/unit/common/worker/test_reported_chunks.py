@@ -76,8 +76,8 @@ def test_a_worker_that_goes_on_with_an_answer_reports_its_steps_up_to_the_first_
 
 
 def test_an_aborted_prompt_leaves_nothing(bench: Bench) -> None:
-    worker = bench.add("decode", OracleEngine(64), max_num_batched_tokens=32)
-    request = make_request(200, 5)
+    worker = bench.add("decode", OracleEngine(64), max_num_batched_tokens=16)
+    request = make_request(960, 5)  # 60 steps: some are left when the abort arrives
     bench.send("decode-0", Generate(request, 1))
     bench.until(lambda: worker._computing)  # type: ignore[attr-defined]
     bench.send("decode-0", Abort(request.id, 1))
