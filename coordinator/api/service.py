@@ -65,7 +65,7 @@ def product_version() -> str:
 
 
 class ServedModel:
-    """One served model and its name. Raises StartError if the configured context is too long or too short."""
+    """A served model and its name. Raises StartError if the configured context is too long or too short."""
 
     def __init__(self, checkpoint: Checkpoint, config: CoordinatorConfig, workers: Registry) -> None:
         self.checkpoint, self.workers = checkpoint, workers
